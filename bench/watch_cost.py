@@ -38,7 +38,7 @@ class Server:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout
         found = next(at for line in self.process.stdout if (at := re.search(r":(\d+)(/\?token=\S+)", line)))
-        self.port, self.cookie, self.cursor, self.answers = int(found[1]), "", "", 0
+        self.port, self.cookie, self.tag, self.answers = int(found[1]), "", "", 0
         self.cookie = self.get(found[2])[1].partition(";")[0]
 
     def get(self, path: str) -> tuple[int, str, bytes]:
@@ -49,10 +49,10 @@ class Server:
 
     def ask(self) -> None:
         """Do what the page's script does."""
-        status, _, body = self.get(f"/data?since={self.cursor}" if self.cursor else "/data")
+        status, _, body = self.get(f"/data?known={self.tag}")
         if status == 200:
             news = json.loads(body)
-            self.cursor = "" if news.get("reload") else news["cursor"]
+            self.tag = news["tag"]
             self.answers += 1
 
     def cpu_seconds(self) -> float:

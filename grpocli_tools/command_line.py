@@ -1,4 +1,4 @@
-"""The command line of tools that read a config: options, and overrides as for `grpocli train`."""
+"""What tools that read a config share: overrides as for `grpocli train`, stages, warnings."""
 
 from __future__ import annotations
 
@@ -21,43 +21,10 @@ if TYPE_CHECKING:
     from grpocli.views.view import View
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose error for an unknown option names the override to write instead."""
-
-    def parse_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        refuse_options(sys.argv[1:] if args is None else args, self)
-        return super().parse_intermixed_args(args, namespace)
-
-
-def parser_of(command: str, usage: str, doc: str | None, examples: str) -> argparse.ArgumentParser:
-    """A parser with `.overrides` and `.config_dir`. doc: the module's docstring, "`grpocli NAME`: TEXT"."""
-    parser = Parser(
-        prog=f"grpocli {command}",
-        usage=f"grpocli {command} [GROUP=CHOICE ...] [KEY=VALUE ...] {usage}",
-        description=_sentence(doc),
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for `grpocli train`")
-    parser.add_argument(
-        "--config-dir", "-cd", metavar="DIR", help="a folder with config groups and recipes of your own"
-    )
-    return parser
-
-
-def whole_number(text: str) -> int:
-    """The type of an option that is 0 or more."""
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text}: must be 0 or more")
-    return number
-
-
-def _sentence(doc: str | None) -> str:
-    """The docstring of a command's module without the command's name."""
-    text = (doc or "").partition(": ")[2]
-    return text[:1].upper() + text[1:]
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Any:
+    """The options and overrides of a command line. An error for an unknown option names the override to write."""
+    refuse_options(argv, parser)
+    return parser.parse_intermixed_args(argv)
 
 
 def composed(overrides: list[str], config_dir: str | None) -> DictConfig:

@@ -14,8 +14,8 @@ from grpocli.composition.hydra_sources import conf_dir
 from grpocli.config.parts import CLASSES, choices_of
 from grpocli.files import write_atomic
 from grpocli.runs.sessions import as_typed
-from grpocli_tools.explain.documentation import field_docs, summary
 from grpocli_tools.explain.explanation import Explanation, compared, explanation, part_section
+from grpocli_tools.explain.formulas import field_docs, summary
 from grpocli_tools.explain.render import code, comparison_markdown, explanation_markdown, right_lines, table
 
 ALGORITHMS = ("grpo", "dapo", "drgrpo", "dgpo")

@@ -23,7 +23,7 @@ from grpocli.composition.hydra_sources import conf_dir
 from grpocli.config import yaml_text
 from grpocli.config.parts import CHOICES, CLASSES, SCHEMAS, choices_of, config_node
 from grpocli.config.yaml_text import TARGET
-from grpocli_tools.explain.documentation import class_doc, field_docs, summary
+from grpocli_tools.explain.formulas import class_doc, field_docs, summary
 
 WIDTH = 120
 ALGORITHM_PARTS = "algorithm/parts"

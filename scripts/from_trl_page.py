@@ -9,7 +9,7 @@ from pathlib import Path
 from grpocli.composition.compose import register_parts
 from grpocli.composition.hydra_sources import conf_dir
 from grpocli.files import write_atomic
-from grpocli_tools.explain.entries import default_there
+from grpocli_tools.explain.explain_command import default_there
 from grpocli_tools.explain.keys import ReferenceIndex
 from grpocli_tools.explain.render import table
 from grpocli_tools.porting.foreign_names import (

@@ -6,27 +6,28 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
-from grpocli_tools.command_line import composed, parser_of, stages, whole_number
+from grpocli.tasks.loading import with_columns
+from grpocli.tasks.prompts import PromptMaker, text_hash
+from grpocli.tasks.table import Examples, Jsonl
+from grpocli.tasks.task import errors_below, key_of
+from grpocli.types import Message, Prompt, Text
+from grpocli_tools.command_line import composed, parse, stages
+from grpocli_tools.options import parser_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from transformers import PreTrainedTokenizerBase
 
-    from grpocli_tools.data_view.data_view import DataView, SplitView
+    from grpocli.config.schema import Run
+    from grpocli.tasks.task import Example, Task
 
-EXAMPLES = """\
-For each split: the number of examples, the tokens of their prompts, those that are too long, duplicates, prompts that
-are also evaluated on, columns, and the first prompts as the chat template writes them, with special tokens.
-
-examples
-  grpocli data task=gsm8k model=qwen2.5-1.5b
-  grpocli data task=jsonl task.path=problems.jsonl --split train --example 41
-  grpocli data task=hub task.path=OWNER/DATASET task.streaming=true --rows 5000 --longest
-  grpocli data algorithm=sft task=gsm8k --json
-"""
 QUANTILES = {"min": 0.0, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "max": 1.0}
 BINS = 10
 SHOWN = 4000
@@ -34,12 +35,10 @@ SHOWN = 4000
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the view. Returns the exit code. Raises ConfigError for data that a run would refuse."""
-    args = _parser().parse_intermixed_args(argv)
+    args = parse(parser_of("data", __doc__), argv)
     from grpocli.composition.checks import check_file
     from grpocli.composition.compose import build_run
     from grpocli.runs.metrics import to_json
-    from grpocli_tools.data_view.data_view import SPLITS, DataView
 
     run = build_run(composed(args.overrides, args.config_dir))
     check_file(run, "data")
@@ -67,29 +66,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("data", "[--split SPLIT] [--example N] [--longest] [--json]", __doc__, EXAMPLES)
-    parser.add_argument("--split", choices=("train", "eval"), help="this split only (both)")
-    parser.add_argument(
-        "--prompts", type=whole_number, default=3, metavar="N", help="prompts to show of each split (3)"
-    )
-    parser.add_argument(
-        "--example", type=whole_number, metavar="N", help="show example N, counted from 0, instead of the first"
-    )
-    parser.add_argument("--longest", action="store_true", help="show the longest prompts instead of the first")
-    parser.add_argument(
-        "--rows", type=whole_number, metavar="N", help="read N examples of a split (all; 1,000 of a stream)"
-    )
-    parser.add_argument("--whole", action="store_true", help=f"show prompts of more than {SHOWN:,} characters whole")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    return parser
-
-
 # The figures
 
 
 def _split(view: DataView, split: SplitView, args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of a split, and the examples to show."""
     rollout = view.run.rollout
     evaluated = [other for other in view.splits if other.split == "eval"] if split.split == "train" else []
     order: Sequence[int] = range(split.read)
@@ -118,7 +98,6 @@ def _split(view: DataView, split: SplitView, args: argparse.Namespace) -> dict[s
 
 
 def _long(lengths: Sequence[int], limit: int) -> list[int]:
-    """The examples of more than `limit` tokens."""
     return [i for i, n in enumerate(lengths) if n > limit]
 
 
@@ -181,7 +160,7 @@ def _show(view: DataView, splits: Sequence[Mapping[str, Any]], whole: bool) -> N
         if split["prompt_tokens"]:
             console.print(Padding(_length_table(split), (1, 0, 0, 0)))
         for example in split["prompts"]:
-            for part in _example(view, split, example, whole):
+            for part in _shown_example(view, split, example, whole):
                 console.print(part)
         console.print()
 
@@ -219,8 +198,7 @@ def _facts(view: DataView, split: Mapping[str, Any], evaluates: bool) -> Iterato
 
 
 def _length_table(split: Mapping[str, Any]) -> RenderableType:
-    """The quantiles and the histogram of a split's lengths."""
-    from rich.columns import Columns
+    """The quantiles of a split's lengths."""
     from rich.table import Table
 
     kinds = {name: split[f"{name}_tokens"] for name in ("prompt", "answer") if split.get(f"{name}_tokens")}
@@ -229,19 +207,10 @@ def _length_table(split: Mapping[str, Any]) -> RenderableType:
         table.add_column(name, justify="right", no_wrap=True)
     for quantile, title in zip(QUANTILES, ("least", "25 %", "median", "75 %", "95 %", "most"), strict=True):
         table.add_row(title, *(f"{lengths[quantile]:,}" for lengths in kinds.values()))
-    bars = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    bars.add_column("prompt tokens", justify="right", no_wrap=True)
-    bars.add_column("", no_wrap=True)
-    bars.add_column("examples", justify="right", no_wrap=True)
-    rows = split["prompt_tokens"]["histogram"]
-    most = max(count for _, _, count in rows)
-    for low, high, count in rows:
-        span = f"{low:,}" if low == high else f"{low:,}-{high:,}"
-        bars.add_row(span, "█" * max(round(30 * count / most), int(count > 0)), f"{count:,}")
-    return Columns([table, bars], padding=(0, 4))
+    return table
 
 
-def _example(
+def _shown_example(
     view: DataView, split: Mapping[str, Any], example: Mapping[str, Any], whole: bool
 ) -> Iterator[RenderableType]:
     """A headline, the prompt as the model sees it, and the answer that is taught."""
@@ -271,3 +240,153 @@ def _example(
         yield block(example["target"])
     elif answer is not None:
         yield Text.assemble(("answer ", "bold"), cut(" or ".join(map(answer_text, accepted(answer)))))
+
+
+AT_ONCE = 1000
+"""Examples tokenised at once, between two reports of progress."""
+SPLITS = ("train", "eval")
+Report = Callable[[str, int, int], None]
+"""Called with a phrase, the examples read so far and all of them; 0 if their number is not known."""
+
+
+@dataclass(slots=True)
+class SplitView:
+    """The examples of a split of a task, as a run would read them."""
+
+    task: str
+    split: str
+    total: int | None
+    """The number of examples; None if it is not known because the data is streamed."""
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of each prompt."""
+    target_lengths: list[int] = field(default_factory=list)
+    """Tokens of each answer in supervised training."""
+    hashes: list[int] = field(default_factory=list)
+    """Of each prompt."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Those that rewards get, with a type."""
+    specials: list[int] = field(default_factory=list)
+    """Examples whose own text has a special token of the tokenizer."""
+    wanted: int | None = None
+    """Problems that the run evaluates on, in `eval`; None if this machine decides."""
+
+    @property
+    def read(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def duplicates(self) -> list[int]:
+        """The examples whose prompt an earlier example has."""
+        first: dict[int, int] = {}
+        return [i for i, one in enumerate(self.hashes) if first.setdefault(one, i) != i]
+
+    def shared_with(self, others: Sequence[SplitView]) -> list[int]:
+        """The examples whose prompt one of the others has."""
+        theirs = {one for other in others for one in other.hashes}
+        return [i for i, one in enumerate(self.hashes) if one in theirs]
+
+
+@dataclass(frozen=True, slots=True)
+class DataView:
+    """The data of a run: the split views, and what reads single examples again."""
+
+    run: Run
+    tokenizer: PreTrainedTokenizerBase
+    splits: list[SplitView]
+    makers: dict[str, PromptMaker]
+
+    @classmethod
+    def of(
+        cls,
+        run: Run,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: frozenset[int],
+        wanted: Sequence[str] = SPLITS,
+        limit: int | None = None,
+        report: Report = lambda text, done, total: None,
+    ) -> DataView:
+        """Read the splits of a run. limit: read at most so many examples of each; None: all, of a stream AT_ONCE.
+
+        end_ids: tokens that end a completion, beside the tokenizer's. Raises ConfigError for data that the run would
+        refuse.
+        """
+        makers = {}
+        splits = []
+        for name, task in run.tasks.items():
+            with errors_below(key_of(run.task, name)):
+                makers[name] = PromptMaker.of(name, task, run, tokenizer, end_ids)
+            for split in wanted:
+                if split == "train" and getattr(task, "split", "") is None:
+                    continue  # the task is for evaluation only
+                streamed = split == "train" and getattr(task, "streaming", False)
+                most = AT_ONCE if limit is None and streamed else limit
+                with errors_below(key_of(run.task, name)):
+                    splits.append(_split_view(run, makers[name], task, split, most, report))
+        if not splits:
+            raise ConfigError("the task has no such split", key="--split", value=", ".join(wanted))
+        return cls(run, tokenizer, splits, makers)
+
+    def prompt(self, view: SplitView, number: int) -> tuple[Prompt, str]:
+        """One example of a split as the run would draw it, neither dropped nor cut, and its name in the data."""
+        task = self.run.tasks[view.task]
+        with errors_below(key_of(self.run.task, view.task)):
+            example, where = _example(task, view.split, number)
+            maker = self.makers[view.task]
+            settled = maker.settled(example, where)
+            (ids,), target_ids = maker.token_ids([settled], lambda _: where)
+        return maker.prompt(settled[0], ids, target_ids[0] if target_ids else None, "", number), where
+
+
+def _split_view(run: Run, maker: PromptMaker, task: Task, split: str, limit: int | None, report: Report) -> SplitView:
+    name = maker.task
+    report(f"reading {name} {split}", 0, 0)
+    total, examples = _examples(task, split, limit)
+    view = SplitView(name, split, total, wanted=run.eval.problems)
+    special = [token for token in maker.tokenizer.all_special_tokens if token]
+    types: dict[str, Counter[str]] = {}
+    while batch := list(islice(examples, AT_ONCE)):
+        start = view.read
+        names = [where for _, where in batch]
+        pairs = [maker.settled(one, where) for one, where in batch]
+        texts = [one["prompt"] for one, _ in pairs]
+        prompt_ids, target_ids = maker.token_ids(pairs, names.__getitem__)
+        view.lengths += map(len, prompt_ids)
+        view.target_lengths += map(len, target_ids or ())
+        view.hashes += [text_hash(text) for text in texts]
+        view.specials += [start + i for i, text in enumerate(texts) if _has(text, special)]
+        for one, _ in pairs:
+            for column, value in one.items():
+                if column != "prompt":
+                    types.setdefault(column, Counter())[type(value).__name__] += 1
+        report(f"tokenising {name} {split}", view.read, total or 0)
+    view.columns = {column: " or ".join(sorted(kinds)) for column, kinds in sorted(types.items())}
+    return view
+
+
+def _has(text: Text, tokens: Sequence[str]) -> bool:
+    messages: Sequence[Message] = [{"content": text}] if isinstance(text, str) else text
+    return any(token in str(message.get("content", "")) for message in messages for token in tokens)
+
+
+def _examples(task: Task, split: str, limit: int | None) -> tuple[int | None, Iterator[tuple[Example, str]]]:
+    """The number of examples of a split, None if it is not known, and the first `limit` of them with their names."""
+    if split == "train" and isinstance(task, Jsonl) and task.streaming:
+        stream = task.stream
+        rows = islice(stream.rows.read(stream.first), limit)
+        return None, (
+            (stream.example(with_columns(row, stream.columns), i), stream.where(i)) for i, row in enumerate(rows)
+        )
+    source = task.examples(split)
+    return len(source), ((one, _name(source, i)) for i, one in enumerate(islice(source, limit)))
+
+
+def _example(task: Task, split: str, number: int) -> tuple[Example, str]:
+    if split == "train" and isinstance(task, Jsonl) and task.streaming:
+        _, examples = _examples(task, split, number + 1)
+        return next(islice(examples, number, None))
+    source = task.examples(split)
+    return source[number], _name(source, number)
+
+
+def _name(source: Sequence[Example], number: int) -> str:
+    return source.where(number) if isinstance(source, Examples) else f"example {number}"

@@ -137,14 +137,12 @@ class Machine:
         return self.once("packages", self.packages)
 
     def run(self, command: Sequence[str], seconds: float = COMMAND_SECONDS) -> Ended:
-        """Run a command of this machine's PATH within a deadline."""
         found = shutil.which(command[0], path=self.environ.get("PATH", os.defpath))
         if found is None:
             return Ended(MISSING, err=f"{command[0]}: not found")
         return self.command([found, *command[1:]], seconds, self.environ)
 
     def has(self, command: str) -> bool:
-        """Whether a command is on the PATH."""
         return shutil.which(command, path=self.environ.get("PATH", os.defpath)) is not None
 
     def probe(self, name: str, *words: str) -> Ended:

@@ -9,18 +9,13 @@ import importlib
 import importlib.util
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 BUILT_FOR_TORCH = ("torchvision", "torchaudio", "torchcodec", "flash_attn", "xformers", "bitsandbytes", "triton")
 """Packages with compiled parts that have to fit torch; transformers and vLLM import them if they are installed."""
-TIMEOUT = timedelta(seconds=30)
-"""Of a collective."""
 
 
 def say(**found: Any) -> None:
@@ -84,43 +79,7 @@ def sandbox(*python: str) -> None:
     say(backend=select_backend(python[0] if python else None, Limits()))
 
 
-def collective(backend: str, count: str) -> None:
-    """Add a tensor over several processes by torch.distributed."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-P", __file__, "rank", backend, count, folder]
-        environ = {**os.environ, "MASTER_ADDR": "127.0.0.1"}
-        ranks = [subprocess.Popen([*command, str(number)], env=environ) for number in range(int(count))]
-        sys.exit(max(abs(one.wait()) for one in ranks))
-
-
-def rank(backend: str, count: str, folder: str, number: str) -> None:
-    """One process of `collective`."""
-    import torch
-    import torch.distributed as distributed
-
-    device = torch.device("cuda", int(number)) if backend == "nccl" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    store = f"file://{folder}/store"
-    distributed.init_process_group(backend, init_method=store, rank=int(number), world_size=int(count), timeout=TIMEOUT)
-    one = torch.ones(1, device=device)
-    distributed.all_reduce(one)  # the first one connects
-    one.fill_(1)
-    began = time.monotonic()
-    distributed.all_reduce(one)
-    total = float(one)
-    if number == "0":
-        say(sum=total, seconds=time.monotonic() - began)
-    distributed.destroy_process_group()
-
-
-PROGRAMS: dict[str, Callable[..., None]] = {
-    "torch": torch,
-    "vllm": vllm,
-    "sandbox": sandbox,
-    "collective": collective,
-    "rank": rank,
-}
+PROGRAMS: dict[str, Callable[..., None]] = {"torch": torch, "vllm": vllm, "sandbox": sandbox}
 
 if __name__ == "__main__":
     PROGRAMS[sys.argv[1]](*sys.argv[2:])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import resource
-import socket
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -190,18 +189,6 @@ def in_cache(name: str, kind: str) -> bool:
     plain = name.lower().replace("/", "").replace("_", "")
     found = prepared.iterdir() if kind == "dataset" and prepared.exists() else ()
     return any(one.name.lower().replace("_", "") == plain for one in found)
-
-
-def ports(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Whether a server on this machine can be started and reached."""
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            socket.create_connection(server.getsockname(), 2.0).close()
-    except OSError as error:
-        detail = f"127.0.0.1 cannot be used: {error.strerror or error}"
-        yield Finding("loopback", "error", detail, "bring the loopback interface up: ip link set lo up")
-    else:
-        yield ok("loopback", "a port on 127.0.0.1 can be opened and reached")
 
 
 def slurm(machine: Machine, needs: Needs) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 from grpocli.errors import ConfigError
 from grpocli.rollout.vllm.config import check_vllm, vllm_version
 from grpocli.text import counted
-from grpocli_tools.doctor.machine import GIB, MISSING, Finding, not_needed, ok, problem, warning
+from grpocli_tools.doctor.machine import GIB, MISSING, Finding, ok, problem, warning
 
 if TYPE_CHECKING:
     from grpocli_tools.doctor.machine import Machine, Needs, Package
@@ -210,26 +210,6 @@ def _unseen(present: list[Gpu], report: TorchReport, machine: Machine) -> tuple[
         advice = f"update the driver: apt install nvidia-driver-580{older}"
         return f"{detail}, and torch {report.version} for CUDA {report.cuda}", advice
     return f"torch {report.version} sees none", "python -c 'import torch; torch.cuda.init()' prints the reason"
-
-
-def nccl(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Whether the GPUs can add a tensor together."""
-    count = len(torch_report(machine).gpus)
-    if count < 2:
-        yield not_needed("NCCL", "connects two GPUs or more")
-    else:
-        yield connected(machine, "nccl", count, bool(needs.cuda))
-
-
-def connected(machine: Machine, backend: str, count: int, needed: bool) -> Finding:
-    """A finding about a sum over `count` processes by torch.distributed."""
-    ended = machine.probe("collective", backend, str(count))
-    found = ended.answers()
-    name, what = backend.upper(), "GPUs" if backend == "nccl" else "processes"
-    if ended.code == 0 and found.get("sum") == count:
-        return ok(name, f"{count} {what} add a tensor in {1e3 * found['seconds']:.1f} ms")
-    advice = "NCCL_DEBUG=INFO grpocli doctor shows more; NCCL_P2P_DISABLE=1 or NCCL_SHM_DISABLE=1 may help"
-    return problem(name, f"{count} {what} cannot add a tensor: {ended.reason}", advice, needed)
 
 
 def _gib(size: float) -> str:

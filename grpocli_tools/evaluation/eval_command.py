@@ -15,7 +15,8 @@ from grpocli.errors import ConfigError
 from grpocli.files import write_atomic
 from grpocli.hub import PREFIX
 from grpocli.text import clean
-from grpocli_tools.command_line import composed, parser_of, stages, warn_of_rewards, whole_number
+from grpocli_tools.command_line import composed, parse, stages, warn_of_rewards
+from grpocli_tools.options import parser_of
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -23,22 +24,10 @@ if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli_tools.evaluation.evaluate import ModelResult
 
-EXAMPLES = """\
-It accepts the overrides of `grpocli train`: model, task (or several), reward, engine, rollout.max_completion_tokens ...
-A completion is right if the task's first reward, or eval.reward, scores 1 or more.
-
-examples
-  grpocli eval                                                           the built-in model on arithmetic
-  grpocli eval model.path=FOLDER task=gsm8k 'reward=[math]' engine=vllm --samples 8 --problems 200
-  grpocli eval 'task=[gsm8k,math]' model=qwen2.5-1.5b reward=[math]
-  grpocli eval --run runs/DATE/TIME --checkpoints all                    a run's config, a row for each checkpoint
-"""
-
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table, and write results.json and the samples. Returns the exit code. Raises GrpoError."""
-    parser = _parser()
-    args = parser.parse_intermixed_args(argv)
+    parser = parser_of("eval", __doc__)
+    args = parse(parser, argv)
     if args.no_greedy and not args.samples:
         parser.error("--no-greedy --samples 0: there is nothing to sample")
     if args.checkpoints and not args.run:
@@ -51,27 +40,6 @@ def main(argv: Sequence[str]) -> int:
     _show(found)
     print(clean(f"results and samples are in {out}"))
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("eval", "[--samples N] [--problems N] [--run RUN]", __doc__, EXAMPLES)
-    parser.add_argument(
-        "--samples", type=whole_number, default=4, metavar="N", help="samples of each problem; 0: only a greedy one (4)"
-    )
-    parser.add_argument(
-        "--problems", type=whole_number, default=0, metavar="N", help="the first N problems of each task; 0: all"
-    )
-    parser.add_argument("--no-greedy", action="store_true", help="sample no greedy answers")
-    parser.add_argument(
-        "--run", type=Path, metavar="RUN", help="use the config and model of this run; overrides change the config"
-    )
-    parser.add_argument(
-        "--checkpoints",
-        metavar="all|STEPS",
-        help="evaluate checkpoints of the run: all, or 10,20; default: its final model",
-    )
-    parser.add_argument("--out", metavar="DIR", help="a new folder for the results (evals/DATE/TIME)")
-    return parser
 
 
 def _run(args: argparse.Namespace) -> tuple[DictConfig, Run]:
@@ -106,7 +74,6 @@ def _models(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[ModelResult]:
-    """Evaluate each model, and write its completions to `out`."""
     from grpocli.hardware import devices_of
     from grpocli.launch.run import prepare
     from grpocli.rewards.reward import answer_columns

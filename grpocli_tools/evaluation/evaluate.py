@@ -150,7 +150,6 @@ class Evaluation:
     def _sampler(
         self, path: str, world: World, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problems]
     ) -> Sampler:
-        """A sampler of the model at `path`."""
         import torch
 
         from grpocli.models.loading import load_policy

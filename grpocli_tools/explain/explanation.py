@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,12 +13,9 @@ from grpocli.algorithm.algorithm import PARTS
 from grpocli.config.schema import Rollouts, Run
 from grpocli.config.user_code import choice_of
 from grpocli.config.yaml_text import flat
-from grpocli.rewards.length import Overlong
-from grpocli.rewards.reward import Correctness
 from grpocli.runs.sessions import as_typed
 from grpocli.text import counted
-from grpocli_tools.explain.documentation import field_docs, settings
-from grpocli_tools.explain.formulas import Formula, formula_of, written_formula
+from grpocli_tools.explain.formulas import Formula, field_docs, formula_of, settings, written_formula
 
 ORDER = (
     *("sampling", "score", "keep", "advantage", "combine", "question_weight", "bounds", "objective", "tokens"),
@@ -120,7 +116,6 @@ def is_used(algorithm: Algorithm, kind: str, section: Section) -> bool:
 
 
 def loss_line(used: dict[str, Section]) -> str:
-    """The minimised loss with the terms in use."""
     factors = [sign for kind, sign in (("correction", "ρ_it"), ("tokens", "S_it")) if kind in used]
     terms = " ".join([*factors, "ℓ_it"])
     added = [term for kind, term in (("kl", "+ β D_it"), ("entropy", "− λ H_it")) if kind in used]
@@ -183,7 +178,7 @@ def _score(run: Run) -> Section:
         "score",
         "",
         (f"s_i = {total}", *(line for r in rewards for line in r.lines)),
-        " ".join(filter(None, [UNSCORED, _beside_answers(run.reward)])),
+        UNSCORED,
         tuple(symbol for r in rewards for symbol in r.symbols),
         tuple(pair for r in rewards for pair in r.settings),
         tuple(source for r in rewards for source in r.source),
@@ -201,23 +196,6 @@ def _reward(k: int, name: str, reward: Any) -> Section:
         lines=(f"R_{k}: {name}. {first}", *more),
         symbols=(weight, *(symbol for symbol in own.symbols if symbol.key != weight.key)),
         settings=tuple(pair for pair in own.settings if pair[0] != weight.key),
-    )
-
-
-def _beside_answers(rewards: dict[str, Any]) -> str:
-    """A note that compares the weight of DAPO's length penalty with the paper's."""
-    (name, accuracy), punished = (
-        next(iter(rewards.items())),
-        [r for r in rewards.values() if isinstance(r, Overlong)],
-    )
-    if not punished or not isinstance(accuracy, Correctness):
-        return ""
-    weight, given = accuracy.weight * (accuracy.right - accuracy.wrong) / 2, punished[0].weight
-    compared = "is equivalent" if math.isclose(weight, given) else f"is not equivalent, {weight:g} would be"
-    return (
-        "DAPO's equation 7 scores answers 1 and -1 and adds the punishment with weight 1. "
-        f"With {name}'s scores of {accuracy.right:g} and {accuracy.wrong:g}, "
-        f"reward.overlong.weight={given:g} {compared}."
     )
 
 

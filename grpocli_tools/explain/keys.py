@@ -25,7 +25,7 @@ from grpocli.config import yaml_text
 from grpocli.config.parts import BASES, CLASSES, nearest
 from grpocli.config.yaml_text import flat
 from grpocli.errors import ConfigError
-from grpocli_tools.explain.documentation import field_docs, summary
+from grpocli_tools.explain.formulas import field_docs, summary
 from grpocli_tools.porting.foreign_names import TRAINERS
 
 HYDRA = {
@@ -75,7 +75,6 @@ class KeyReference:
 
     @property
     def example(self) -> str:
-        """A command that sets the key."""
         first = self.variants[0]
         default = f"'{first.default}'" if "$" in first.default else first.default.replace("null", "") or "VALUE"
         override = f"{self.name}={next((one for one in first.allowed if one != first.default), default)}"
@@ -104,7 +103,6 @@ class GroupReference:
 
     @property
     def example(self) -> str:
-        """A command that makes a choice, or sets the first key."""
         others = [name for name, _ in self.choices if name != self.default]
         if not others:
             return self.keys[0].example if self.keys else "grpocli train"
@@ -133,7 +131,6 @@ class ReferenceIndex:
             self.keys[name] = KeyReference(name, merged, set_by, self.foreign.get(name, {}), of_default)
 
     def group(self, name: str) -> GroupReference:
-        """A config group or a section of keys."""
         dotted = name.replace("/", ".")
         kind = ("algorithm/parts", name.rpartition("/")[2]) if name.startswith("algorithm/") else ("run", name)
         own = BASES.get(name) or CLASSES.get(dotted)
@@ -148,7 +145,6 @@ class ReferenceIndex:
         )
 
     def has(self, name: str) -> bool:
-        """Whether a key, group or section has this name."""
         return name in self.keys or name in self.groups or any(key.startswith(f"{name}.") for key in self.keys)
 
     def default_of(self, name: str) -> str | None:
@@ -265,12 +261,10 @@ def _chosen(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _flat(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """(key, value) of the values of a YAML that are not mappings."""
     yield from flat({name: value for name, value in config.items() if name != "defaults"}, prefix).items()
 
 
 def _comment(text: str) -> str:
-    """The first sentence of a YAML's comment."""
     lines = [line for line in text.splitlines() if not line.startswith("# @package")]
     comment = takewhile(lambda line: line.startswith("# "), lines)
     return re.split(r"(?<=[.:;]) ", " ".join(line.removeprefix("# ") for line in comment))[0].rstrip(":;")
@@ -326,7 +320,6 @@ def _default(f: dataclasses.Field[Any], value: Any) -> str:
 
 
 def _type(hint: Any) -> str:
-    """A type in the words of YAML."""
     if hint in TYPES:
         return TYPES[hint]
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)

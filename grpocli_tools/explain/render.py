@@ -58,7 +58,6 @@ def other_lines(shown: Explanation) -> tuple[str, str]:
 
 
 def source_rows(sections: Sequence[Section]) -> list[list[str]]:
-    """The source of each formula."""
     return [[f"{s.label} {s.choice}".strip(), source] for s in sections for source in s.source]
 
 
@@ -67,7 +66,6 @@ def symbol_rows(symbols: Iterable[Symbol]) -> list[list[str]]:
 
 
 def wrapped(text: str) -> list[str]:
-    """The lines of a text in the right column."""
     room = WIDTH - LABEL - 1
     if len(text) <= room:
         return [text] if text else []
@@ -96,7 +94,6 @@ def explanation_text(shown: Explanation) -> str:
 
 
 def comparison_text(found: Comparison) -> str:
-    """The steps and keys that differ."""
     out = _console()
     with out.capture() as captured:
         for title in found.titles:
@@ -136,7 +133,6 @@ def _table(out: CleanConsole, header: Sequence[str], rows: Sequence[Sequence[str
 
 
 def explanation_markdown(shown: Explanation) -> str:
-    """The formulas, then the symbols with their keys, and the sources."""
     settings, unused = other_lines(shown)
     return "\n".join(
         [
@@ -152,7 +148,6 @@ def explanation_markdown(shown: Explanation) -> str:
 
 
 def comparison_markdown(found: Comparison) -> str:
-    """The steps and keys that differ."""
     lines = [line for pair in found.sections for line in (*pair_lines(pair), "")]
     return "\n".join(
         [
@@ -165,12 +160,10 @@ def comparison_markdown(found: Comparison) -> str:
 
 
 def code(lines: Sequence[str], language: str = "text") -> Iterator[str]:
-    """A fenced block and a blank line."""
     yield from (f"```{language}", *lines, "```", "")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A table and a blank line; nothing without rows."""
     if not rows:
         return
     for row in (header, ["---"] * len(header), *rows):
@@ -179,5 +172,4 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
 
 
 def _keys(rows: Sequence[Sequence[str]], column: int) -> list[list[str]]:
-    """The rows with one column as code."""
     return [[f"`{cell}`" if i == column else cell for i, cell in enumerate(row)] for row in rows]

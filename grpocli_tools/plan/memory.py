@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.algorithm.kl import has_teacher
 from grpocli.models.quantization import NF4_BYTES
-from grpocli.training.optim import Adafactor, AdamW, AdamW8bit, Muon, Optimizer, Sgd
+from grpocli.training.optim import Optimizer
 from grpocli_tools.plan.resources import GIB, shares_weights
 
 if TYPE_CHECKING:
@@ -25,14 +25,6 @@ VLLM = {"cpu": 1.5 * GIB, "cuda": 4 * GIB}
 """Bytes of a vLLM server beside weights and cache: libraries, activations of a batch, captured graphs."""
 SAMPLED = 30
 """Bytes per logit during sampling: float32 and float64 copies in `grpocli.rollout.sampler`."""
-STATES = {
-    AdamW: "AdamW's two moments, float32",
-    AdamW8bit: "AdamW's two moments, 8 bits, with a scale for 256 numbers",
-    Muon: "Muon's average of each matrix, AdamW's two moments of the rest, float32",
-    Adafactor: "a number for each row and column of a matrix, float32",
-    Sgd: "SGD's momentum, float32; none without",
-}
-"""The state of each optimizer."""
 COMPUTED = "in the dtype that the model computes in"
 
 
@@ -144,7 +136,6 @@ def _cpus(inputs: PlanInputs, trainer: list[Item]) -> list[Device]:
 
 
 def trainer_items(inputs: PlanInputs) -> list[Item]:
-    """Rows of one trainer process."""
     own = LIBRARIES[inputs.resources.kind]
     return [
         Item("libraries", own, own, "assumed" if inputs.resources.gpu else "measured"),
@@ -187,7 +178,7 @@ def optimizer_bytes(inputs: PlanInputs) -> tuple[float, str]:
         return 2 * FLOAT32 * size.trained / inputs.optimizer_shards, "assumed: two moments, float32"
     tensors = chain.from_iterable(optim.state_of(*parameter).values() for parameter in size.trained_shapes)
     total = sum(tensor.size * math.prod(tensor.shape) for tensor in tensors if tensor.shape)
-    return total / inputs.optimizer_shards, STATES.get(type(optim), "")
+    return total / inputs.optimizer_shards, f"the state of {type(optim).__name__}"
 
 
 def _gradients(inputs: PlanInputs, whole: float) -> Item:

@@ -83,7 +83,6 @@ class ModelSize:
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
         return int(self.config.get_text_config().num_key_value_heads)
 
     @property
@@ -92,7 +91,6 @@ class ModelSize:
 
     @property
     def attention_width(self) -> int:
-        """Heads times head size."""
         return self.heads * self.head_size
 
     @property
@@ -179,7 +177,6 @@ def empty_model(config: Any, part: Any) -> Any:
 
 
 def with_layers(config: Any, layers: int) -> Any:
-    """The config with only the first decoder layers."""
     smaller = deepcopy(config)
     text = smaller.get_text_config()
     text.num_hidden_layers = layers
@@ -189,7 +186,6 @@ def with_layers(config: Any, layers: int) -> Any:
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """The decoder layers of a model."""
     import torch
 
     count = model.config.get_text_config().num_hidden_layers

@@ -82,7 +82,6 @@ def make_plan(
 
 
 def _teachers(run: Run) -> tuple[ModelSize, ...]:
-    """The sizes of the models of `algorithm.kl.model`, from their own configs."""
     from grpocli.algorithm.kl import has_teacher
     from grpocli.models.teacher import teachers_of
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpocli.config import yaml_text
 from grpocli.hardware import Multinode, split, visible_gpus
 from grpocli.text import counted
 
@@ -17,36 +19,20 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class DataSheet:
-    """What one device can do."""
+    """What one device can do, as speeds.yaml says."""
 
     memory: float
-    """GiB."""
     tflops: float
-    """10^12 operations per second in 16 bits, dense."""
     bandwidth: float
-    """Of its memory, in 10^12 bytes per second."""
     link: float
-    """Bytes per second that it receives from other devices of its machine."""
     dtype: str = "bfloat16"
-    """That of 16 bits."""
 
 
-GPUS = {
-    "H200": DataSheet(140.0, 989.0, 4.8, 450e9),
-    "H100 PCIe": DataSheet(80.0, 756.0, 2.0, 64e9),
-    "H100": DataSheet(80.0, 989.0, 3.35, 450e9),
-    "H20": DataSheet(96.0, 148.0, 4.0, 450e9),
-    "A100": DataSheet(80.0, 312.0, 2.0, 300e9),
-    "A6000": DataSheet(48.0, 155.0, 0.768, 32e9),
-    "L40S": DataSheet(48.0, 362.0, 0.86, 32e9),
-    "L40": DataSheet(48.0, 181.0, 0.864, 32e9),
-    "L4": DataSheet(24.0, 121.0, 0.3, 32e9),
-    "V100 32GB": DataSheet(32.0, 125.0, 0.9, 150e9, "float16"),
-    "V100": DataSheet(16.0, 125.0, 0.9, 150e9, "float16"),
-    "T4": DataSheet(15.0, 65.0, 0.3, 16e9, "float16"),
-    "RTX 2080 Ti": DataSheet(11.0, 53.8, 0.616, 16e9, "float16"),
-}
-"""From NVIDIA's data sheets. The first name that is part of a device's name counts."""
+SPEEDS: dict[str, dict[str, dict[str, Any]]] = yaml_text.load(
+    Path(__file__).with_name("speeds.yaml").read_text(encoding="utf-8")
+)
+"""What devices reach."""
+GPUS = {name: DataSheet(**one) for name, one in SPEEDS["gpus"].items()}
 ASSUMED_GPU = "H100"  # if this machine has no GPU
 BETWEEN_MACHINES = 50e9
 """Bytes per second from a GPU to another machine: 400 Gbit/s for each GPU. A collective uses all GPUs of a machine."""

@@ -79,11 +79,9 @@ class Sweep:
 
     @property
     def row(self) -> Row:
-        """The row of the config."""
         return next(row for row in self.rows if row.nodes == self.planned)
 
     def as_dict(self) -> dict[str, Any]:
-        """Every simulated run's figures."""
         ours = ("unit", "planned", "lengths", "speeds")
         of_job, of_run = ("servers", "trainers", "devices"), ("step_seconds", "trainer_idle", "rollout_idle")
         rows = [
@@ -105,6 +103,9 @@ class Sweep:
 
 def sweep(plan: Plan, options: Options) -> Sweep:
     """Simulate the plan's run with its own number of servers and with others. Raises ConfigError."""
+    if options.kept < 1 and plan.run.algorithm.keep.max_rounds == 1:
+        problem = "this run keeps every group; algorithm/keep=dynamic drops some"
+        raise ConfigError(problem, key="--kept", value=options.kept)
     lengths, said = lengths_of(plan.run, options.lengths)
     nodes = plan.resources.rollout_nodes
     unit, planned = ("rollout nodes", nodes) if nodes else ("servers", _servers(plan))
@@ -181,16 +182,6 @@ def planned_speeds(plan: Plan, completion: float, slots: int) -> Speeds:
         update_token=(step.seconds() - fixed) / (step.prompts * prompt + step.rows * completion),
         sync=sync_seconds(plan),
     )
-
-
-def check_options(run: Run, options: Options) -> None:
-    """Raise ConfigError for options that do not suit the planned run, or whose files do not serve."""
-    if options.kept < 1 and run.algorithm.keep.max_rounds == 1:
-        problem = "this run keeps every group; algorithm/keep=dynamic drops some"
-        raise ConfigError(problem, key="--kept", value=options.kept)
-    lengths_of(run, options.lengths)
-    if options.speeds:
-        speeds_of_runs(options.speeds, slots=1, trainers=1)
 
 
 def lengths_of(run: Run, text: str | None) -> tuple[LogNormal | Observed, str]:

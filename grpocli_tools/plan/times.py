@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from grpocli.algorithm.kl import has_teacher
 from grpocli_tools.plan.memory import FLOAT32, PlanInputs, sampled_rows, server_sequences
 from grpocli_tools.plan.model_size import ModelSize
-from grpocli_tools.plan.resources import FLOAT32_SLOWER, GIB
+from grpocli_tools.plan.resources import FLOAT32_SLOWER, GIB, SPEEDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +54,7 @@ class Demand:
 
 
 COMPUTE = tuple(field.name for field in dataclasses.fields(Demand) if field.name != "network")
-COSTS = {
-    "cpu": Demand(linear=2.5, attention=2.5, attention_3=2.5, network=1.0),
-    "cuda": Demand(
-        linear=1.25,
-        attention=2.696,
-        attention_3=1.488,
-        activations=13.53,
-        adapters=12.36,
-        weights=1.25,
-        logits=1.25,
-        network=1.25,
-        layers=1e-4,
-    ),
-}
-"""For "cuda": linear to adapters as `bench/plans.py --fit` prints them; the rest is assumed, since the published runs
-do not tell it apart. weights, logits, network: 80 % of a memory's or a link's speed. layers: 20 kernels of 5 µs. For
-"cpu" products reach 40 % of a guessed peak."""
+COSTS = {kind: Demand(**costs) for kind, costs in SPEEDS["training"].items()}
 HOST = {"cpu": 0.0, "cuda": 12.5e-6}
 """Seconds of the host for an operation of torch, while the GPU computes: an update of 73,413 took 0.92 s beside an
 H100, which computed for 0.58 s."""
@@ -107,11 +91,7 @@ class DecodeCosts:
     """Seconds of each running sequence, for scheduling and sampling."""
 
 
-DECODE_COSTS = {
-    "cpu": DecodeCosts(reading=1 / 0.6, compute=2.5),
-    "cuda": DecodeCosts(reading=1.25, compute=2.0, step=1e-3, split_layer=7.5e-5, sequence=7.5e-6),
-}
-"""For "cuda" as `bench/plans.py --fit` prints them, from published rates of decoding; compute is assumed."""
+DECODE_COSTS = {kind: DecodeCosts(**costs) for kind, costs in SPEEDS["decoding"].items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +138,6 @@ class TrainingStep:
 
     @property
     def rows(self) -> int:
-        """Completions."""
         return int(self.inputs.run.rollout.prompts_per_step * self.inputs.run.rollout.group_size)
 
     @property
@@ -181,7 +160,6 @@ class TrainingStep:
         return self.scoring + 2 * self.epochs + self.backward
 
     def demand(self) -> Demand:
-        """The work of a trainer."""
         inputs, size, resources = self.inputs, self.inputs.size, self.inputs.resources
         devices, dtype_bytes, passes = trainers_of(inputs), inputs.dtype_bytes, self.forward + self.backward
         bandwidth, peak = resources.bandwidth * 1e12, resources.tflops * 1e12 / slower(inputs)
@@ -336,7 +314,6 @@ class Decoding:
 
     @property
     def _peak(self) -> float:
-        """Operations per second of the server."""
         resources = self.inputs.resources
         return resources.tflops * 1e12 * resources.tensor_parallel / slower(self.inputs)
 
@@ -402,7 +379,6 @@ class Work:
 
 
 def work(inputs: PlanInputs) -> Work:
-    """The work of a plan's step."""
     run, size, rollout, step = inputs.run, inputs.size, inputs.run.rollout, TrainingStep.of(inputs)
     prompt, completion = rollout.max_prompt_tokens, rollout.max_completion_tokens
     of_prompt, of_row = forward_flops(size, prompt, 0), forward_flops(size, prompt, completion)

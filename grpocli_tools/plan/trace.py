@@ -65,7 +65,6 @@ class MicroBatchShape:
 
     @property
     def prompts(self) -> int:
-        """Prompts that are computed."""
         return len(self.groups) if self.packed else self.rows
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -59,7 +59,6 @@ class Equivalent:
         return [one.format(value) for one in overrides.split()]
 
     def examples(self) -> Iterator[str]:
-        """All overrides that may be advised."""
         yield from filter(None, [self.here, *self.values.values()])
 
     @property
@@ -100,7 +99,9 @@ TRL = GRPO_CONFIG | TRAINING_ARGUMENTS | MODEL_CONFIG
 ALIASES = EARLIER | _NAMES["others"]
 """Names of earlier versions, and others that people type."""
 CHOICES = dict(_tables("choices.yaml"))
+ACCELERATE = dict(_tables("accelerate.yaml"))["accelerate"]
 TRAINERS = {"TRL": TRL, "NeMo RL": NEMO_RL, "verl": VERL}
+TRANSLATION = yaml.load(Path(__file__).with_name("translation.yaml").read_text(encoding="utf-8"), LOADER)
 SHARED_NAMES = ("seed", "optim", "model")
 """Foreign names that are also keys or config groups of grpocli."""
 KEYS = {name: here for name, here in (ALIASES | TRL | NEMO_RL | VERL).items() if name not in SHARED_NAMES}
@@ -122,3 +123,13 @@ def choice_advice(group: str, choice: str) -> str | None:
     """The advice for a choice of another trainer; None for an unknown choice."""
     here = CHOICES.get(group, {}).get(choice.lower().replace("-", "_"))
     return here.sentence(choice) if here else None
+
+
+def without_effect(trainer: str, name: str, value_of: Callable[[str], Any]) -> str:
+    """Why a setting has no effect beside the others, as translation.yaml says; "" if it has one."""
+    for one in TRANSLATION[trainer]["needs"]:
+        value = value_of(one["setting"])
+        is_off = value not in one["values"] if "values" in one else not value
+        if name.startswith(tuple(one["names"])) and name != one["setting"] and is_off:
+            return f"it has no effect with {one['setting']}={value}"
+    return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,46 +9,17 @@ from typing import TYPE_CHECKING
 
 from grpocli.errors import ConfigError
 from grpocli.files import write_atomic
+from grpocli_tools.options import parser_of
 
 if TYPE_CHECKING:
     from grpocli_tools.porting.port import Port
 
-EXAMPLES = """\
-examples
-  grpocli from-trl train_grpo.py --processes 8       a script with GRPOConfig(...) and GRPOTrainer(...)
-  grpocli from-trl train_grpo.py --out recipe/mine.yaml       a recipe, and a file with the script's functions
-  grpocli from-trl gspo.py -- --learning_rate 1e-5 --beta 0   a script that reads its settings from the command line
-  grpocli from-trl dapo.py --accelerate zero3.yaml -- --config dapo.yaml     as TrlParser reads them from a file
-  grpocli from-trl grpo.yaml --prompts 7473          a config of `trl grpo --config`
-  grpocli from-trl grpo_math_1B.yaml                 a config of NeMo RL
-"""
-
 
 def main(argv: Sequence[str]) -> int:
-    """Print a shell script with the command. Returns the exit code. Raises ConfigError for an unreadable file."""
-    parser = argparse.ArgumentParser(
-        prog="grpocli from-trl",
-        description="Print the overrides for a config or script of TRL or NeMo RL, which is read and never run.",
-        epilog=EXAMPLES,
-        usage="grpocli from-trl FILE [OPTION ...] [-- --ARGUMENT VALUE ...]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    config = "a Python script or notebook, or a YAML or JSON of `trl grpo` or NeMo RL"
-    parser.add_argument("file", type=Path, metavar="FILE", help=config)
-    parser.add_argument("--processes", type=int, metavar="N", help="processes that TRL ran in (1)")
-    parser.add_argument("--accelerate", type=Path, metavar="FILE", help="the config that `accelerate launch` gets")
-    parser.add_argument("--prompts", type=int, metavar="N", help="prompts of the dataset, for num_train_epochs")
-    parser.add_argument("--rewards", type=Path, metavar="FILE.py", help="write the script's reward functions there")
-    parser.add_argument("--overwrite", action="store_true", help="replace files that from-trl wrote")
-    parser.add_argument("--out", type=Path, metavar="recipe/NAME.yaml", help="also write a recipe for --config-dir")
     own, given = list(argv), []
     if "--" in own:
         own, given = own[: own.index("--")], own[own.index("--") + 1 :]
-    args = parser.parse_args(own)
-    for name in ("processes", "prompts"):
-        if (number := getattr(args, name)) is not None and number < 1:
-            raise ConfigError("must be at least 1", key=f"--{name}", value=number)
+    args = parser_of("from-trl", __doc__).parse_args(own)
     out, rewards = args.out, args.rewards or (args.out and args.out.with_name(f"{args.out.stem}_rewards.py"))
     if out is not None and (out.suffix != ".yaml" or out.absolute().parent.name != "recipe"):
         hint = f"write --out {Path('recipe', out.stem)}.yaml"
@@ -115,7 +85,6 @@ def _check_absent(key: str, file: Path | None, overwrite: bool) -> None:
 
 
 def _write(port: Port, functions: str, file: Path, out: Path | None, rewards: Path | None) -> None:
-    """Print the command, and write the recipe and the file of functions."""
     from grpocli_tools.porting.port import recipe, shell_script
 
     written = [(rewards, functions), (out, recipe(port, file.name))]

@@ -10,36 +10,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.config.yaml_text import nodes
 from grpocli.types import DTYPES
-from grpocli_tools.porting.foreign_names import NEMO_RL, UNSTATED
+from grpocli_tools.porting.foreign_names import NEMO_RL, TRANSLATION, UNSTATED, without_effect
 from grpocli_tools.porting.port import MISSING, Port, Unread, with_numbers
 
-DATASETS = {
-    "OpenMathInstruct-2": ("hub", "nvidia/OpenMathInstruct-2", "problem", "expected_answer", "train_1M"),
-    "DeepScaler": ("hub", "agentica-org/DeepScaleR-Preview-Dataset", "problem", "answer", "train"),
-}
-"""{name of NeMo RL: (task, path, prompt column, answer column, split)}."""
-OWN_TASKS = {"DAPOMath17K": "dapo-math-17k", "gsm8k": "gsm8k", "openai/gsm8k": "gsm8k"}
-SCHEDULERS = {"ConstantLR": "constant", "CosineAnnealingLR": "cosine", "LinearLR": "linear"}
+TABLES = TRANSLATION["NeMo RL"]
 TRACKERS = ("wandb", "tensorboard", "mlflow", "swanlab")
-STATED = (
-    "grpo.num_prompts_per_step",
-    "grpo.num_generations_per_prompt",
-    "grpo.advantage_clip_low",
-    "grpo.advantage_clip_high",
-    "loss_fn.ratio_clip_min",
-    "loss_fn.ratio_clip_max",
-    "loss_fn.ratio_clip_c",
-    "loss_fn.token_level_loss",
-    "policy.optimizer.kwargs.lr",
-    "policy.optimizer.kwargs.weight_decay",
-    "env.math.num_workers",
-)
-"""Settings that are written by their row of the table, also where the file leaves them out."""
-BOTH_PARTS = "rollout.max_prompt_tokens and rollout.max_completion_tokens bound the two parts"
 
 
 def is_nemo_rl(values: Mapping[str, Any]) -> bool:
-    """Whether a config is NeMo RL's."""
     return any(isinstance(values.get(name), dict) for name in ("grpo", "policy", "loss_fn"))
 
 
@@ -85,7 +63,6 @@ class NemoRl:
         return self.all.get(name)
 
     def whole(self, name: str) -> int:
-        """A setting as a whole number from 1 on."""
         return max(1, int(self.get(name)))
 
     def translate(self) -> Port:
@@ -93,7 +70,7 @@ class NemoRl:
         self._objective()
         self._batches()
         self._lengths()
-        for name in STATED:
+        for name in TABLES["stated"]:
             if self.get(name) is not None:
                 self.port.carry(name, self.get(name), NEMO_RL[name])
         self._scheduler()
@@ -117,15 +94,12 @@ class NemoRl:
             port.set("task.path", path, "data.train_data_path")
             port.set("task.prompt_column", self.get("data.input_key") or "input", "data.input_key")
             port.set("task.answer_column", self.get("data.output_key") or "output", "data.output_key")
-        elif name in OWN_TASKS:
-            port.set("task", OWN_TASKS[name], "data.dataset_name")
-        elif name in DATASETS:
-            task, there, prompt, answer, split = DATASETS[name]
-            port.set("task", task, "data.dataset_name")
-            port.set("task.path", there)
-            port.set("task.prompt_column", prompt)
-            port.set("task.answer_column", answer)
-            port.set("task.split", self.get("data.train_split") or split)
+        elif found := dict(TABLES["datasets"].get(name, {})):
+            port.set("task", found.pop("task"), "data.dataset_name")
+            if found and (split := self.get("data.train_split")):
+                found["split"] = split
+            for key, value in found.items():
+                port.set(f"task.{key}", value)
         else:
             port.set("task", MISSING, note="the dataset is not known here")
             port.check("data.dataset_name", name, f"it is not known here; {NEMO_RL['data.dataset_name'].note}")
@@ -161,22 +135,11 @@ class NemoRl:
         age = "grpo.async_grpo.max_trajectory_age_steps"
         if self.get("grpo.use_dynamic_sampling"):
             port.set("algorithm/keep", "dynamic", "grpo.use_dynamic_sampling")
-        else:
-            self._skip("grpo.dynamic_sampling_max_gen_batches", "it has no effect without grpo.use_dynamic_sampling")
         if self.get("grpo.async_grpo.enabled"):
             port.set("rollout.max_staleness", self.whole(age), "grpo.async_grpo.enabled", age)
-        else:
-            self._skip(age, "it has no effect without grpo.async_grpo.enabled")
-        if self.whole("grpo.max_rollout_turns") == 1:
-            self._skip("grpo.max_rollout_turns", "one turn needs no environment")
-
-    def _skip(self, name: str, reason: str) -> None:
-        """Name a setting of the file that has no effect."""
-        if name in self.settings:
-            self.port.skip(name, self.get(name), reason)
 
     def _batches(self) -> None:
-        port, prompts, group = self.port, *map(self.whole, STATED[:2])
+        port, prompts, group = self.port, *map(self.whole, TABLES["stated"][:2])
         batch = self.whole("policy.train_global_batch_size")
         updates = min(prompts, max(1, prompts * group // batch))
         port.set("train.minibatches", updates, "policy.train_global_batch_size", note=f"{prompts} x {group} / {batch}")
@@ -199,7 +162,6 @@ class NemoRl:
         name = "policy.sequence_packing.train_mb_tokens"
         tokens = max(self.whole(name), prompt + completion)
         port.set("train.micro_batch_tokens", tokens, name, note="at least a completion with its prompt")
-        self._skip("policy.max_total_sequence_length", BOTH_PARTS)
 
     def _scheduler(self) -> None:
         phases = self.settings.get("policy.scheduler")
@@ -210,8 +172,8 @@ class NemoRl:
             kind, kwargs = str(phase["name"]).rpartition(".")[2], phase.get("kwargs") or {}
             if kind == "LinearLR" and kwargs.get("end_factor", 1.0) == 1.0:
                 warmup = kwargs.get("total_iters", 5)
-            elif kind in SCHEDULERS:
-                schedule = SCHEDULERS[kind]
+            elif kind in TABLES["schedulers"]:
+                schedule = TABLES["schedulers"][kind]
             else:
                 self.port.lack("policy.scheduler", kind, "optim.schedule is constant, linear or cosine")
         self.port.set("optim.schedule", schedule, "policy.scheduler")
@@ -224,9 +186,6 @@ class NemoRl:
         self.port.set("engine", engine, *names)
         if backend not in ("vllm", "hf"):
             self.port.lack("policy.generation.backend", backend, f"engine={engine} is used instead")
-        if engine == "transformers":
-            for name in [one for one in self.settings if one.startswith("policy.generation.vllm_")]:
-                self._skip(name, f"it has no effect with {backend}")
         kwargs = self.settings.get("policy.generation.vllm_kwargs")
         if isinstance(kwargs, dict) and kwargs and engine != "transformers":
             self.port.named.add("policy.generation.vllm_kwargs")
@@ -238,15 +197,8 @@ class NemoRl:
         if nodes > 1:
             port.set("hardware", "multinode", "cluster.num_nodes")
             port.set("hardware.train_nodes", nodes, "cluster.num_nodes")
-        else:
-            self._skip("cluster.num_nodes", "hardware=single is one node")
-        self._skip("cluster.gpus_per_node", "hardware.processes is all GPUs of a machine unless it is set")
-        if gpus * nodes == 1:
-            self._skip("policy.dtensor_cfg.enabled", "one GPU has all weights")
-        megatron = [name for name in self.settings if name.startswith("policy.megatron_cfg.")]
-        if megatron and not self.settings.get("policy.megatron_cfg.enabled"):
-            port.named.update(megatron)
-            port.skip("policy.megatron_cfg.enabled", False, "nor has any other key of policy.megatron_cfg an effect")
+        if gpus * nodes == 1 and "policy.dtensor_cfg.enabled" in self.settings:
+            port.skip("policy.dtensor_cfg.enabled", self.get("policy.dtensor_cfg.enabled"), "one GPU has all weights")
 
     def _evaluation(self) -> None:
         port, period = self.port, int(self.get("grpo.val_period"))
@@ -259,8 +211,8 @@ class NemoRl:
         names = ("grpo.stop_at_validation_metric", "grpo.stop_at_validation_threshold")
         metric, limit = map(self.get, names)
         if metric is None or limit is None or period <= 0:
-            for name in names:
-                self._skip(name, "it ends a run with the other one, and with grpo.val_period above 0")
+            for name in filter(self.settings.__contains__, names):
+                port.skip(name, self.get(name), "it ends a run with the other one, and with grpo.val_period above 0")
         else:
             wanted = f"pass@{self.whole(samples)}" if metric == "pass_k" else metric
             port.set("eval.stop_at.metric", wanted, names[0])
@@ -278,10 +230,6 @@ class NemoRl:
         port.set("tracker", chosen[0] if chosen else "none", *(f"logger.{name}_enabled" for name in TRACKERS))
         if len(chosen) > 1:
             port.lack("logger", chosen[1:], "a run has one tracker, and metrics.jsonl")
-        for name in self.settings:
-            tracker = name.split(".")[1] if name.startswith("logger.") else ""
-            if tracker in TRACKERS and tracker not in chosen[:1]:
-                self._skip(name, f"the tracker is {chosen[0] if chosen else 'none'}")
 
     def _rest(self) -> None:
         """Carry over, or name, every setting that nothing has named so far."""
@@ -289,5 +237,8 @@ class NemoRl:
             advice = "settings that this file lacks have the values of grpo_math_1B.yaml"
             self.port.check("defaults", self.settings["defaults"], advice)
         for name, value in self.read.items():
+            if name not in self.port.named and (reason := without_effect("NeMo RL", name, self.get)):
+                self.port.skip(name, value, reason)
+                continue
             beginning = next((row for row in NEMO_RL if name.startswith(f"{row}.")), None)
             self.port.carry(name, self.settings.get(name, value), NEMO_RL.get(name) or NEMO_RL.get(beginning or ""))

@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import Quote
 from grpocli.composition.overrides import to_text
 from grpocli.rollout.vllm.engine_parts import VllmColocate
 from grpocli.text import clean, one_line, shorten
-from grpocli_tools.porting.foreign_names import UNSTATED, Equivalent
+from grpocli_tools.porting.foreign_names import ACCELERATE, UNSTATED, Equivalent
 
 COLOCATED = [f.name for f in dataclasses.fields(VllmColocate)]
 UNKNOWN = "grpocli does not know this setting; set its equivalent yourself, or leave it out"
@@ -80,7 +80,6 @@ class Port:
         self.lines[key] = OverrideLine(key, value, names, note)
 
     def value(self, key: str) -> Any:
-        """The value of a key; None without an override."""
         return self.lines[key].value if key in self.lines else None
 
     def lack(self, name: str, value: Any, reason: str) -> None:
@@ -217,33 +216,11 @@ HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def is_accelerate(values: Mapping[str, Any]) -> bool:
-    """Whether a mapping is a config of accelerate."""
     return any(name in values for name in MARKS)
 
 
-def add_accelerate(port: Port, values: Mapping[str, Any]) -> None:
-    """Add the overrides of a config to those of the script."""
-    if (values.get("num_processes") or 1) > 1:
-        port.set("hardware.processes", values["num_processes"], "num_processes")
-    if (machines := values.get("num_machines") or 1) > 1:
-        port.check("num_machines", machines, f"set hardware=multinode hardware.train_nodes={machines}")
-    precision = values.get("mixed_precision")
-    if precision in HALVES and port.value("model.dtype") is None:
-        port.set("model.dtype", HALVES[precision], "mixed_precision", note=str(precision))
-    elif precision == "fp8":
-        port.lack("mixed_precision", precision, "training is in bfloat16, float16 or float32")
-    if values.get("use_cpu"):
-        port.set("hardware.device", "cpu", "use_cpu")
-    kind = str(values.get("distributed_type", "")).upper()
-    config = values.get("deepspeed_config" if kind == "DEEPSPEED" else "fsdp_config") or {}
-    if kind == "FSDP":
-        port.set("hardware.parallel", "fsdp2", "distributed_type", note="FSDP")
-    elif kind == "DEEPSPEED":
-        stage = config.get("zero_stage")
-        if stage in (2, 3):
-            port.set("hardware.parallel", f"zero{stage}", "zero_stage", note=f"{stage}; fsdp2 needs no DeepSpeed")
-        else:
-            port.check("zero_stage", stage, "hardware.parallel=zero2 and zero3 are the stages here")
-    for name in ("offload_optimizer_device", "offload_param_device", "fsdp_offload_params"):
-        if str(config.get(name, "none")).lower() not in ("none", "false"):
-            port.lack(name, config[name], "weights and optimizer state stay on the GPUs")
+def add_accelerate(port: Port, values: dict[str, Any]) -> None:
+    inner = {} | (values.get("deepspeed_config") or {}) | (values.get("fsdp_config") or {})
+    for name, value in (values | inner).items():
+        if here := ACCELERATE.get(name):
+            port.carry(name, value, here)

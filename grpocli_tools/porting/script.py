@@ -243,7 +243,6 @@ class Script:
         return found
 
     def source(self) -> ScriptSource:
-        """Everything that the calls set."""
         source = ScriptSource(self.file)
         trainers, configs = self.calls("GRPOTrainer"), self.calls("GRPOConfig")
         if not trainers and not configs:
@@ -261,7 +260,6 @@ class Script:
         return source
 
     def _read_argument(self, source: ScriptSource, name: str, node: ast.expr) -> None:
-        """An argument of GRPOTrainer."""
         match name:
             case "args":
                 source.settings |= self._changes(node)
@@ -370,7 +368,6 @@ class Script:
         return self.assigned.get(node.id, node) if isinstance(node, ast.Name) else node
 
     def calls(self, name: str) -> list[ast.Call]:
-        """The calls of a function, in the script's order."""
         found = [one for one in self.nodes if isinstance(one, ast.Call) and last_name(one.func) == name]
         return sorted(found, key=lambda call: call.lineno)
 

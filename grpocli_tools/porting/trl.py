@@ -15,60 +15,17 @@ from grpocli_tools.porting.foreign_names import (
     LORA_CONFIG,
     TRAINER,
     TRAINING_ARGUMENTS,
+    TRANSLATION,
     TRL,
     UNSTATED,
+    without_effect,
 )
 from grpocli_tools.porting.port import HALVES, MISSING, Port, Unread, number_of, with_numbers
 from grpocli_tools.porting.script import ScriptSource
 from grpocli_tools.porting.trl_data import set_data, set_rewards
 
 DEFAULTS = {n: e.default for n, e in (GRPO_CONFIG | TRAINING_ARGUMENTS).items() if e.default is not UNSTATED}
-OPTIONAL = (
-    "epsilon_high",
-    "generation_batch_size",
-    "max_prompt_length",
-    "max_seq_length",
-    "steps_per_generation",
-    "warmup_ratio",
-)
-"""Numbers without a default."""
-OPTIMIZERS = {"adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit", "sgd": "sgd"}
-"""Names of transformers beside AdamW's own; adafactor is another implementation than torch's."""
-CLIPPED = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo", "vespo")
-NEEDS: tuple[tuple[tuple[str, ...], str, tuple[Any, ...]], ...] = (
-    (("vllm_",), "use_vllm", (True,)),
-    (("vllm_server_", "vllm_group_port"), "vllm_mode", ("server",)),
-    (("vllm_enable_sleep_mode",), "vllm_mode", ("colocate",)),
-    (("vllm_importance_sampling_c", "vllm_importance_sampling_mode"), "vllm_importance_sampling_correction", (True,)),
-    (("sapo_",), "loss_type", ("sapo",)),
-    (("vespo_",), "loss_type", ("vespo",)),
-    (("epsilon", "importance_sampling_level"), "loss_type", (*CLIPPED, "cispo")),
-    (("delta",), "loss_type", CLIPPED),
-    (("entropy_coef_", "entropy_target"), "use_adaptive_entropy", (True,)),
-    (("ref_model_",), "sync_ref_model", (True,)),
-    (("lora_", "use_rslora", "use_dora"), "use_peft", (True,)),
-    (("bnb_4bit_", "use_bnb_"), "load_in_4bit", (True,)),
-    (("save_steps",), "save_strategy", ("steps",)),
-    (("hub_",), "push_to_hub", (True,)),
-    (("eval_steps", "num_generations_eval"), "eval_strategy", ("steps", "epoch")),
-)
-"""(beginnings of names, another setting, values of it with which they have an effect)."""
-BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
-"""The settings that prompts of a step follow from."""
-MODEL_KEYS = {
-    "dtype": "dtype",
-    "torch_dtype": "dtype",
-    "attn_implementation": "attention",
-    "revision": "revision",
-    "trust_remote_code": "trust_remote_code",
-}
-GENERATION = {
-    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")},
-    "stop_strings": "stop",
-    "max_new_tokens": "max_completion_tokens",
-    "max_tokens": "max_completion_tokens",
-}
-"""Keys of `rollout` by the names of generation_kwargs."""
+TABLES = TRANSLATION["TRL"]
 
 
 class Translation:
@@ -82,7 +39,7 @@ class Translation:
     ) -> None:
         self.source, self.processes, self.prompts, self.functions = source, processes, prompts, functions
         self.port = Port(notes=list(source.notes))
-        self.settings = with_numbers(source.settings, DEFAULTS | dict.fromkeys(OPTIONAL, 0), self.port)
+        self.settings = with_numbers(source.settings, DEFAULTS | dict.fromkeys(TABLES["numbers"], 0), self.port)
         self.updates = 1
 
     def get(self, name: str) -> Any:
@@ -95,7 +52,6 @@ class Translation:
         return self.settings.get(name)
 
     def whole(self, name: str) -> int:
-        """A setting as a whole number from 1 on."""
         return max(1, int(self.get(name)))
 
     def entries(self, name: str) -> Iterator[tuple[str, Any, str]]:
@@ -105,11 +61,6 @@ class Translation:
             self.port.named.add(name)
             for key, value in entries.items():
                 yield str(key), value, f"{name}.{key}"
-
-    def write(self, name: str, key: str) -> None:
-        """Set a key to a setting that has another value than TRL's default."""
-        if self.get(name) != DEFAULTS[name]:
-            self.port.set(key, self.get(name), name)
 
     def translate(self) -> Port:
         self._model()
@@ -137,7 +88,7 @@ class Translation:
         else:
             self.port.set("model", MISSING, note="the model is not read")
             self.port.check("model", model, "it is not read; set model=OWNER/NAME yourself")
-        for name in MODEL_KEYS:
+        for name in TABLES["model"]:
             if self.given(name) is not None:
                 self._model_key(name, self.given(name), name)
         if half := next((name for name in HALVES if self.given(name)), ""):
@@ -145,7 +96,7 @@ class Translation:
         for key, value, name in self.entries("model_init_kwargs"):
             if value is None or key in ("device_map", "use_cache"):
                 self.port.skip(name, value, "devices and caches are the engine's and the trainer's")
-            elif key in MODEL_KEYS:
+            elif key in TABLES["model"]:
                 self._model_key(key, value, name)
             else:
                 self.port.lack(name, value, "models are loaded without this argument")
@@ -153,10 +104,10 @@ class Translation:
             self.port.set(f"model.chat_template_arguments.{key}", value, name)
 
     def _model_key(self, key: str, value: Any, name: str) -> None:
-        if MODEL_KEYS[key] == "dtype" and value not in ("auto", *DTYPES):
+        if TABLES["model"][key] == "dtype" and value not in ("auto", *DTYPES):
             self.port.set("model.dtype", "bfloat16", name, note=f"training has no {value}")
         elif key != "revision" or value != "main":
-            self.port.set(f"model.{MODEL_KEYS[key]}", value, name)
+            self.port.set(f"model.{TABLES['model'][key]}", value, name)
 
     def _lora(self) -> None:
         lora = self.source.lora
@@ -197,18 +148,12 @@ class Translation:
         for key, value, name in (("low", low, "epsilon"), ("high", high, "epsilon_high")):
             if value != 0.2:
                 port.set(f"algorithm.objective.{key}", value, name)
-        self.write("delta", "algorithm.objective.delta")
-        self.write("off_policy_mask_threshold", "algorithm.objective.drop_above")
 
     def _parts(self) -> None:
         port = self.port
         scale = TRL["scale_rewards"].values.get(str(self.get("scale_rewards")).lower(), "")
         if scale.endswith(("=batch_std", "=center")):
             port.set(*scale.split("="), "scale_rewards")
-        self.write("mask_truncated_completions", "algorithm.keep.mask_truncated")
-        for name in ("top_entropy_quantile", "entropy_coef"):
-            if self.get(name) != DEFAULTS[name]:
-                port.carry(name, self.get(name), TRL[name])
         if self.get("beta"):
             port.set("algorithm.kl.beta", self.get("beta"), "beta")
             port.set("algorithm.kl.on_policy", bool(self.get("use_bias_correction_kl")), "use_bias_correction_kl")
@@ -218,16 +163,11 @@ class Translation:
     def _kl(self) -> None:
         """The moving reference, whose period counts updates in TRL."""
         port = self.port
-        names = ("use_bias_correction_kl", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")
-        if not self.get("beta"):
-            for name in names:
-                if name in self.settings:
-                    port.skip(name, self.get(name), "it has no effect without beta")
-        elif self.get("sync_ref_model"):
+        if self.get("beta") and self.get("sync_ref_model"):
             every = max(1, self.whole("ref_model_sync_steps") // self.updates)
             port.set("algorithm.kl.sync_every", every, "sync_ref_model", "ref_model_sync_steps")
             port.set("algorithm.kl.sync_alpha", self.get("ref_model_mixup_alpha"), "ref_model_mixup_alpha")
-        elif "sync_ref_model" in self.settings:
+        elif self.get("beta") and "sync_ref_model" in self.settings:
             port.skip("sync_ref_model", False, "the reference stays, as it does here")
 
     def _correction(self) -> None:
@@ -262,9 +202,9 @@ class Translation:
         minibatches, epochs = min(max(1, pieces // accumulate), prompts), self.whole("num_iterations")
         self.updates = minibatches * epochs
         sums = f"{micro} x {max(pieces, accumulate)} / {group}, with {processes} process(es)"
-        port.set("rollout.prompts_per_step", prompts, *BATCH, note=sums)
+        port.set("rollout.prompts_per_step", prompts, *TABLES["batch"], note=sums)
         port.set("rollout.group_size", group, "num_generations")
-        if given := [f"{name}={self.given(name)}" for name in BATCH if self.given(name) is not None]:
+        if given := [f"{name}={self.given(name)}" for name in TABLES["batch"] if self.given(name) is not None]:
             port.nothing.append(f"{', '.join(given)}: rollout.prompts_per_step and train.minibatches follow from them")
         for key, value, name in (
             ("minibatches", minibatches, "steps_per_generation"),
@@ -292,14 +232,10 @@ class Translation:
             port.notes.append("prompts over rollout.max_prompt_tokens=512 are dropped; TRL has no limit")
         if (tokens := int(prompt or 512) + completion) > 8192:
             port.set("train.micro_batch_tokens", tokens, note="a micro-batch holds whole completions")
-        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
-            if self.get(name) != DEFAULTS[name]:
-                value = max(0, int(self.get(name))) if name == "top_k" else self.get(name)
-                port.set(f"rollout.{name}", value, name, note=TRL[name].note)
         for key, value, name in self.entries("generation_kwargs"):
-            if key in GENERATION:
-                listed = [value] if GENERATION[key] == "stop" and isinstance(value, str) else value
-                port.set(f"rollout.{GENERATION[key]}", listed, name)
+            if ours := TABLES["generation"].get(key):
+                listed = [value] if ours == "stop" and isinstance(value, str) else value
+                port.set(f"rollout.{ours}", listed, name)
             else:
                 port.lack(name, value, "rollout has no such key")
 
@@ -332,8 +268,8 @@ class Translation:
         betas = [self.get("adam_beta1"), self.get("adam_beta2")]
         if betas != [0.9, 0.999]:
             port.set("optim.betas", betas, "adam_beta1", "adam_beta2")
-        if name in OPTIMIZERS:
-            port.set("optim", OPTIMIZERS[name], "optim")
+        if name in TABLES["optimizers"]:
+            port.set("optim", TABLES["optimizers"][name], "optim")
         elif name.startswith("paged_adamw"):
             chosen = "adamw_8bit" if name.endswith("8bit") else "adamw"
             port.lack("optim", name, f"optim={chosen} is used instead, with its state in the device's memory")
@@ -406,7 +342,7 @@ class Translation:
         for name in ("gradient_checkpointing", "seed"):
             self.port.carry(name, self.get(name), TRL[name])
         for name, value in self.source.settings.items():
-            if not isinstance(value, Unread) and (reason := self._without_effect(name)):
+            if not isinstance(value, Unread) and (reason := without_effect("TRL", name, self._effective)):
                 if name not in self.port.named | self.port.remarked:
                     self.port.skip(name, value, reason)
             else:
@@ -422,10 +358,6 @@ class Translation:
     def _unread(self) -> set[str]:
         return {name for name, value in self.source.settings.items() if isinstance(value, Unread)}
 
-    def _without_effect(self, name: str) -> str:
-        """Why a setting has no effect beside the others; "" if it has one."""
-        for beginnings, setting, values in NEEDS:
-            value = self.given("use_peft") if setting == "use_peft" else self.get(setting)
-            if name.startswith(beginnings) and name != setting and value not in values:
-                return f"it has no effect with {setting}={value}"
-        return ""
+    def _effective(self, name: str) -> Any:
+        """A setting; TRL's LoRA needs use_peft to be given."""
+        return self.given(name) if name == "use_peft" else self.get(name)

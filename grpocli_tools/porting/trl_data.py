@@ -6,12 +6,12 @@ import re
 from typing import Any
 
 from grpocli.config.user_code import name_of
-from grpocli_tools.porting.foreign_names import TRAINER
+from grpocli_tools.porting.foreign_names import TRAINER, TRANSLATION
 from grpocli_tools.porting.port import MISSING, Port, Unread
 from grpocli_tools.porting.script import Data, RewardCall, ScriptSource
 
 FILES = ("json", "csv", "parquet")
-BUILT_IN = {"accuracy_reward": "math", "think_format_reward": "format", "get_soft_overlong_punishment": "overlong"}
+BUILT_IN = TRANSLATION["TRL"]["rewards"]
 """TRL's reward functions."""
 ANSWER = re.compile("accura|(^|_)acc(_|$)|correct|answer|exact|solution|verif|equation|math|judge", re.IGNORECASE)
 """Names of rewards that score whether an answer is right."""
@@ -54,7 +54,6 @@ def set_data(port: Port, source: ScriptSource) -> None:
 
 
 def path_of(data: Data) -> str:
-    """The folder, file or name on the hub."""
     files = data.files.get((data.split or "train").partition("[")[0]) if isinstance(data.files, dict) else data.files
     first = files[0] if isinstance(files, list) and files else files
     return str(first) if data.path in FILES and first else data.path

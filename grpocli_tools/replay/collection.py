@@ -74,7 +74,6 @@ class RecordedGroup:
 
     @property
     def in_update(self) -> bool:
-        """Whether the step trained on the group."""
         return bool(commonest(row["status"] in IN_UPDATE for row in self.rows))
 
     @property
@@ -125,7 +124,6 @@ class RecordedStep:
 
     @property
     def trained(self) -> list[RecordedGroup]:
-        """The groups of the update."""
         return [group for group in self.groups if group.in_update]
 
 
@@ -251,7 +249,6 @@ class RolloutSource:
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weight of each reward."""
         return {name: reward.weight for name, reward in self.run.reward.items()}
 
     @classmethod
@@ -396,7 +393,6 @@ class _RecordedSampler(Sampler):
         return self.prompts[str(number)]
 
     def groups(self, uids: Sequence[str]) -> list[Group]:
-        """The groups of these prompts."""
         run, prompts = self.source.run, [self.prompts[uid] for uid in uids]
         return self.generate_and_score(prompts, [0] * len(uids), run.rollout.group_size, run.rollout.sampling)[0]
 

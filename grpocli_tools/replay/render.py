@@ -31,7 +31,6 @@ LONGEST = 60
 
 
 def as_dict(run: Path, reports: Sequence[StepReport], others: Sequence[dict[str, object]]) -> dict[str, Any]:
-    """The reports as JSON values."""
     steps = [
         {
             "step": one.step,

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError, GrpoError
-from grpocli_tools.command_line import composed, parser_of, stages
+from grpocli_tools.command_line import composed, parse, stages
+from grpocli_tools.options import parser_of
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -20,26 +21,12 @@ if TYPE_CHECKING:
     from grpocli_tools.replay.collection import ReplaySession
     from grpocli_tools.replay.replay import Replay
 
-EXAMPLES = """\
-A step is replayed from the newest checkpoint before it, or from the initial model, over the recorded rollouts: nothing
-is sampled, and nothing is written in the run's folder. Overrides (hardware.device=cpu, model.path=FOLDER) change the
-run's config. Exit code 0: everything agrees; 1: something differs.
-
-examples
-  grpocli replay runs/DATE/TIME                            the last step
-  grpocli replay RUN --step 12
-  grpocli replay RUN --step :                              all steps, in one pass
-  grpocli replay RUN --step 12 --reward rewards.py:strict  what another reward would have said
-  grpocli replay RUN --step 12 --algorithm dapo            another algorithm's advantages, loss and gradient norm
-"""
-
 
 def main(argv: Sequence[str]) -> int:
-    """Replay steps and print a report. Returns the exit code. Raises GrpoError."""
-    args = _parser().parse_intermixed_args(argv)
+    args = parse(parser_of("replay", __doc__), argv)
     run_folder, args.overrides = _folder(args.overrides)
     from grpocli.runs.saved_run import SavedRun
-    from grpocli_tools.rollouts.rollout_query import steps_of
+    from grpocli_tools.rollouts.rollouts_command import steps_of
 
     saved = SavedRun(run_folder)
     steps = steps_of(saved, args.step or ":")
@@ -64,17 +51,6 @@ def main(argv: Sequence[str]) -> int:
     if failure:
         raise failure
     return 0 if all(report.agrees for report in reports) else 1
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("replay", "RUN [--step N|FROM:TO] [--reward NAME] [--algorithm NAME]", __doc__, EXAMPLES)
-    parser.add_argument("--step", metavar="N|FROM:TO", help="these steps; `:` is all of them (the last one)")
-    parser.add_argument("--reward", metavar="NAME", help="also score with this reward, as in reward=[NAME]")
-    parser.add_argument(
-        "--algorithm", action="append", default=[], metavar="NAME|KEY=VALUE", help="also compute this algorithm's step"
-    )
-    parser.add_argument("--json", action="store_true", help="print counts and all differences as JSON")
-    return parser
 
 
 def _folder(words: Sequence[str]) -> tuple[Path, list[str]]:
@@ -140,7 +116,7 @@ def _other_reward(replay: Replay, args: argparse.Namespace, step: int) -> dict[s
     if not args.reward:
         return {}
     from grpocli.composition.compose import build_run
-    from grpocli_tools.replay.what_if import columns_of
+    from grpocli_tools.replay.replay import columns_of
 
     rewards: dict[str, Any] = build_run(composed([f"reward=[{args.reward}]"], args.config_dir)).reward
     for reward in rewards.values():
@@ -166,15 +142,13 @@ def _other_run(replay: Replay, args: argparse.Namespace) -> Run | None:
 
 
 def _algorithm_words(args: argparse.Namespace) -> list[str]:
-    """The overrides of --algorithm."""
     return [word if "=" in word else f"algorithm={word}" for word in args.algorithm]
 
 
 def _what_if(
     replay: Replay, args: argparse.Namespace, step: int, rewards: dict[str, Any], other: Run | None, view: View
 ) -> Iterator[dict[str, object]]:
-    """What another reward or algorithm would have given in a step."""
-    from grpocli_tools.replay.what_if import other_algorithm, other_reward, recorded_groups
+    from grpocli_tools.replay.replay import other_algorithm, other_reward, recorded_groups
 
     if not (rewards or other):
         return

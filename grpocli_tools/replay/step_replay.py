@@ -129,7 +129,6 @@ class Columns:
     """Whether lists are compared token by token."""
 
     def check(self) -> Check:
-        """An empty check."""
         of_each = "completions" if len(self.columns) == 1 else f"values, {len(self.columns)} a completion"
         return Check(self.name, "tokens" if self.per_token else of_each)
 
@@ -224,7 +223,6 @@ class StepReplay:
 
     @property
     def _size(self) -> int:
-        """Completions of a group."""
         return self.source.run.rollout.group_size
 
     # What the step trained on
@@ -372,7 +370,6 @@ class StepReplay:
 
 
 def checkpoint_check(step: int, differences: Mapping[str, float], dtype: str, exact: bool) -> Check:
-    """The weights after a step against its checkpoint."""
     check, limit = Check("weights after the step", "tensors"), 0.0 if exact else WEIGHT_TOLERANCE[dtype]
     for name, largest in differences.items():
         difference = Difference(step, f"largest difference of {name}", 0.0, largest)
@@ -381,7 +378,6 @@ def checkpoint_check(step: int, differences: Mapping[str, float], dtype: str, ex
 
 
 def _multipliers_P1(groups: Sequence[Group]) -> Tensor:
-    """The prompts' loss multipliers."""
     return torch.tensor([[group.prompt.loss_multiplier] for group in groups], dtype=torch.float64).reshape(-1, 1)
 
 

@@ -25,9 +25,20 @@ from grpocli.text import format_duration, one_line
 from grpocli.types import DTYPES
 from grpocli.version import __version__
 from grpocli_tools.report.comparison import Label, RunRow, find_runs, labels, page_differences, page_results
-from grpocli_tools.report.curves import HIGH, LOW, Curves, thinned, with_evaluations, with_intervals
 from grpocli_tools.report.diagnosis import verdict, warnings
-from grpocli_tools.report.page_data import Chart, ChartLine, PageData, RolloutSelection, RunView
+from grpocli_tools.report.page_data import (
+    HIGH,
+    LOW,
+    Chart,
+    ChartLine,
+    Curves,
+    PageData,
+    RolloutSelection,
+    RunView,
+    thinned,
+    with_evaluations,
+    with_intervals,
+)
 from grpocli_tools.report.rollout_sample import BUDGET, Prompts, RolloutSample, TokenTexts
 
 ROWS = 6_000
@@ -68,9 +79,7 @@ class Builder:
             title=f"{len(runs)} runs in {names}" if several else runs[0].name,
             made=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             version=__version__,
-            charts=charts(
-                {name for run in runs for name in run.metrics}, {} if self.live else _constants(runs), _copies(runs)
-            ),
+            charts=charts({name for run in runs for name in run.metrics}),
             runs=runs,
             prompts=prompts.found,
             results=page_results(rows, known) if several else None,
@@ -83,7 +92,7 @@ class Builder:
         run = row.run
         raw = replace(Curves.of(run.metrics), changed=what_changed(run))
         curves = with_intervals(with_evaluations(raw, run.outcome))
-        found = warnings(curves, run.flat | {"model.dtype": compute_dtype(run)})
+        found = warnings(curves, run.flat)
         state, asked = run.state, run.flat.get("train.steps")
         steps = asked if isinstance(asked, int) else 0
         problems: list[str] = []
@@ -165,51 +174,25 @@ def _notice(run: SavedRun, state: str, done: int, asked: int) -> str:
     return f"The run {'was stopped' if state == 'stopped' else 'failed'} {steps}: {why}. {newest}"
 
 
-def _copies(runs: Sequence[RunView]) -> frozenset[str]:
-    """The metric of the only reward, if it is the reward of every run."""
-    names = {name for run in runs for name in run.metrics if name.startswith("rewards/") and name.endswith("/mean")}
-    same = all(run.metrics.get(name) == run.metrics.get("reward") for run in runs for name in names)
-    return frozenset(names) if len(names) == 1 and same else frozenset()
-
-
-def _constants(runs: Sequence[RunView]) -> dict[str, float]:
-    """The metrics with the same value in all steps of all runs."""
-    values: dict[str, set[float]] = {}
-    for run in runs:
-        for name, series in run.metrics.items():
-            values.setdefault(name, set()).update(value for value in series if value is not None)
-    return {name: min(found) for name, found in values.items() if len(found) == 1}
-
-
 @cache
 def specs() -> dict[str, list[dict[str, Any]]]:
-    """{section: charts} of charts.yaml."""
     text = files("grpocli_tools.report").joinpath("page", "charts.yaml").read_text(encoding="utf-8")
     found: dict[str, list[dict[str, Any]]] = yaml_text.load(text)
     return found
 
 
-def charts(
-    metrics: Iterable[str], constants: Mapping[str, float] | None = None, copies: frozenset[str] = frozenset()
-) -> list[Chart]:
-    """The charts that have data, then one for each metric in none of them, so that every metric can be seen.
-
-    constants: the metrics with one value in all steps. Charts that say nothing with it are left out. copies: metrics
-    that another one repeats; a chart of nothing else is left out.
-    """
-    constants = constants or {}
+def charts(metrics: Iterable[str]) -> list[Chart]:
+    """The charts that have data, then one for each metric in none of them, so that every metric can be seen."""
     names = {name for name in metrics if not name.endswith((LOW, HIGH))}
     limits = set(metrics) - names
     used: set[str] = set()
     found = []
     for section, spec in ((section, spec) for section, charts in specs().items() for spec in charts):
-        lines = [line for pattern, label in spec["lines"].items() for line in _lines(pattern, label, names, limits)]
-        used |= {line.metric for line in lines}
-        if all(line.metric in copies for line in lines):
-            continue  # also without a line
-        if not ("idle" in spec and all(constants.get(line.metric) == spec["idle"] for line in lines)):
-            known = {key: value for key, value in spec.items() if key not in ("lines", "idle")}
-            found.append(Chart(section=section, lines=lines, **known))
+        if lines := [
+            line for pattern, label in spec["lines"].items() for line in _lines(pattern, label, names, limits)
+        ]:
+            used |= {line.metric for line in lines}
+            found.append(Chart(section=section, **{**spec, "lines": lines}))
     rest = [Chart(f"other_{i}", name, OTHER, [ChartLine(name, name)]) for i, name in enumerate(sorted(names - used))]
     return [*found, *rest]
 
@@ -258,29 +241,12 @@ def facts(run: SavedRun, curves: Curves) -> list[tuple[str, str]]:
         ("engine", choices.get("engine", "")),
         ("optimizer", choices.get("optim", "")),
         ("seed", format_value(flat["seed"]) if "seed" in flat else ""),
-        ("steps", steps_text(curves.last, flat.get("train.steps", "unknown"))),
+        ("steps", f"{curves.last:,} of {flat.get('train.steps', 'unknown')}"),
         ("time", format_duration(float(seconds))),
         ("tokens", f"{tokens[-1][1]:,}" if tokens else ""),
         ("sessions", f"{len(starts) + 1}, resumed after step {', '.join(map(str, starts))}" if starts else ""),
     ]
     return [(label, value) for label, value in rows if value]
-
-
-def compute_dtype(run: SavedRun) -> str:
-    """The dtype that the policy computes in: the config's, otherwise the final model's; `auto` if it is unknown."""
-    wanted = str(run.flat.get("model.dtype", "auto"))
-    if wanted in DTYPES:
-        return wanted
-    try:
-        saved = json.loads((run.dir.model / "config.json").read_text()).get("dtype")
-    except (OSError, ValueError):
-        return "auto"
-    return saved if saved in DTYPES else "auto"
-
-
-def steps_text(done: int, asked: Any) -> str:
-    """`30 of 60`; `70, train.steps=30` of a run that was resumed with fewer steps than it had."""
-    return f"{done:,}, train.steps={asked}" if isinstance(asked, int) and done > asked else f"{done:,} of {asked}"
 
 
 def sessions(run: SavedRun) -> list[tuple[str, str, str]]:

@@ -261,7 +261,6 @@ def _run_table(rows: Sequence[RunRow], keys: Sequence[str], names: Mapping[str, 
 
 
 def page_results(rows: Sequence[RunRow], known: Sequence[Label]) -> PageTable:
-    """A row for each group of seeds, then one for each run."""
     groups: dict[str, list[RunRow]] = {}
     for row, one in zip(rows, known, strict=True):
         groups.setdefault(one.group, []).append(row)
@@ -279,23 +278,9 @@ def page_results(rows: Sequence[RunRow], known: Sequence[Label]) -> PageTable:
 
 
 def page_differences(rows: Sequence[RunRow], known: Sequence[Label]) -> PageTable:
-    """A row for each run with the keys that differ; for each group if runs of a group differ only in the seed."""
+    """A row for each run with the keys that differ."""
     keys = differing_settings(rows)
-    names = [key for key in keys if key != "seed"]
-    groups = group_by(rows, names)
-    if "seed" not in keys or len(groups) == len(rows):
-        body = [
-            [one.name, *[format_value(row.settings.get(key)) for key in keys]]
-            for row, one in zip(rows, known, strict=True)
-        ]
-        return PageTable(["run", *keys], body)
-    group_of = {row.path: one.group for row, one in zip(rows, known, strict=True)}
     body = [
-        [
-            group_of[members[0].path],
-            *[format_value(members[0].settings.get(key)) for key in names],
-            ", ".join(format_value(row.settings.get("seed")) for row in members),
-        ]
-        for members in groups
+        [one.name, *[format_value(row.settings.get(key)) for key in keys]] for row, one in zip(rows, known, strict=True)
     ]
-    return PageTable(["runs", *names, "seed"], body)
+    return PageTable(["run", *keys], body)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
 
 from grpocli.config import yaml_text
 from grpocli.tracking.recorder import MISMATCH_LIMITS
 from grpocli_tools.evaluation.significance import CLEAR
-from grpocli_tools.report.curves import HIGH, LOW, Curves
-from grpocli_tools.report.page_data import RunWarning, Verdict
+from grpocli_tools.report.page_data import HIGH, LOW, Curves, RunWarning, Verdict
 
 FEW_STEPS = 20
 """Steps below which rewards alone allow no verdict: a tenth would be less than two steps."""
@@ -28,8 +27,6 @@ BLOCKS - 1 degrees of freedom, the fewest that Welch's test can have."""
 WINDOW = 10
 """Steps that a warning's numbers are averaged over, because single steps are noisy."""
 
-EARLY = 3
-"""Steps in the mean of an unmistakable warning, which more steps would not change."""
 FULL = 0.95
 """The share of its maximum from which a mean reward counts as solved."""
 
@@ -41,69 +38,52 @@ STALE = 0.1
 """The share of steps that may drop groups as too old: a few do after a resume."""
 
 
+Limit = float | Literal["moving"]
+MOVING: dict[str, Callable[[float, Mapping[str, Any]], float]] = {
+    "entropy collapse": lambda start, _: min(0.1 * start, 0.02),
+    "entropy explosion": lambda start, _: max(3 * start, start + 0.5),
+    "mismatch": lambda _, flat: MISMATCH_LIMITS.get(str(flat.get("model.dtype")), MISMATCH_LIMITS["bfloat16"]),
+    "length growth": lambda start, _: max(3 * start, start + 64),
+    "length collapse": lambda start, _: start / 3 if start >= 16 else 0.0,
+}
+"""{kind: (mean at the start, config) -> limit}."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A warning: the mean of a metric over WINDOW steps passes a limit. `page/warnings.yaml` says what it means."""
+    """A warning of warnings.yaml: the mean of a metric over WINDOW steps passes a limit."""
 
     kind: str
+    meaning: str
+    advice: str
     metric: str
     chart: str
     seen: str
     """What was seen, with `value` and `start`."""
-    above: Callable[[float, Mapping[str, Any]], float] | None = None
-    """(mean at the start, config) -> the limit that values above it pass."""
-    below: Callable[[float, Mapping[str, Any]], float] | None = None
-    sure: float | None = None
-    """A stricter limit for the mean over EARLY steps."""
+    above: Limit | None = None
+    below: Limit | None = None
 
     def passes(self, value: float, limit: float) -> bool:
         return value > limit if self.above else value < limit
 
     def limit(self, start: float, flat: Mapping[str, Any]) -> float:
-        chosen = self.above or self.below
-        assert chosen
-        return chosen(start, flat)
+        moving = MOVING.get(self.kind)
+        return moving(start, flat) if moving else float(self.above or self.below or 0.0)
 
 
-def _mismatch(start: float, flat: Mapping[str, Any]) -> float:
-    return MISMATCH_LIMITS.get(str(flat.get("model.dtype")), MISMATCH_LIMITS["bfloat16"])
+@cache
+def texts() -> dict[str, dict[str, Any]]:
+    text = files("grpocli_tools.report").joinpath("page", "warnings.yaml").read_text(encoding="utf-8")
+    found: dict[str, dict[str, Any]] = yaml_text.load(text)
+    return found
 
 
-ENTROPY = "the entropy is {value:.3g} nats, from {start:.3g}"
-LENGTH = "the mean length is {value:.0f} tokens, from {start:.0f}"
-EQUAL, CUT = "{value:.0%} of the groups have equal rewards", "{value:.0%} of the completions are cut off"
-FAR, CLIPPED = "the KL to the reference is {value:.3g} nats per token", "{value:.0%} of the tokens are clipped"
-SKIPPED, KEPT = "{value:.1f} updates of a step are skipped", "{value:.0%} of the groups are kept"
-DIFFERS = "token_mult_prob_error is {value:.3f}"
-
-RULES = (
-    Rule("entropy collapse", "entropy", "entropy", ENTROPY, below=lambda start, _: min(0.1 * start, 0.02)),
-    Rule("entropy explosion", "entropy", "entropy", ENTROPY, above=lambda start, _: max(3 * start, start + 0.5)),
-    Rule("no spread", "frac_reward_zero_std", "zero_std", EQUAL, above=lambda *_: 0.9, sure=0.99),
-    Rule("truncation", "completions/clipped_ratio", "truncated", CUT, above=lambda *_: 0.5, sure=0.95),
-    Rule("mismatch", "token_mult_prob_error", "mismatch", DIFFERS, above=_mismatch, sure=1.5),
-    Rule("KL", "kl", "kl", FAR, above=lambda *_: 1.0),
-    Rule("clipping", "clip_ratio/region_mean", "clip", CLIPPED, above=lambda *_: 0.3),
-    Rule("overflow", "optim/skipped_updates", "skipped", SKIPPED, above=lambda *_: 0.5),
-    Rule(
-        "length growth", "completions/mean_length", "length", LENGTH, above=lambda start, _: max(3 * start, start + 64)
-    ),
-    Rule(
-        "length collapse",
-        "completions/mean_length",
-        "length",
-        LENGTH,
-        below=lambda start, _: start / 3 if start >= 16 else 0.0,
-    ),
-    Rule("low acceptance", "sampling/acceptance", "acceptance", KEPT, below=lambda *_: 0.2),
-)
-
+RULES = [Rule(kind, **one) for kind, one in texts().items() if "metric" in one]
 STAGES = ("reward", "sync", "eval", "checkpoint")
 """The stages that should be small beside sampling and training."""
 
 
 def warnings(curves: Curves, flat: Mapping[str, Any]) -> list[RunWarning]:
-    """Warnings in the order of their first steps."""
     found = [warning for rule in RULES if (warning := _warning(rule, curves, flat))]
     return sorted(
         [*found, *_not_finite(curves), *_slow_stages(curves), *_learning(curves), *_events(curves)],
@@ -120,24 +100,17 @@ def _warning(rule: Rule, curves: Curves, flat: Mapping[str, Any]) -> RunWarning 
         return None  # a teacher is far at the start, and teaches groups with equal rewards too
     points = curves.series(rule.metric)
     start = statistics.fmean(value for _, value in points[:ENDS]) if points else 0.0
-    for step, value, width in _means(rule, points, rule.limit(start, flat)):
+    limit = rule.limit(start, flat)
+    for end in range(WINDOW, len(points) + 1):
+        step, value = points[end - 1][0], statistics.fmean(value for _, value in points[end - WINDOW : end])
+        if not rule.passes(value, limit):
+            continue
         if rule.kind == "entropy collapse" and _is_harmless(curves, flat, step):
             continue
-        text = f"{rule.seen.format(value=value, start=start)} (the mean of {width} steps)"
+        text = f"{rule.seen.format(value=value, start=start)} (the mean of {WINDOW} steps)"
         solved = rule.kind == "no spread" and _solved(curves, flat, step)
         return _made(step, "solved" if solved else rule.kind, text, rule.chart)
     return None
-
-
-def _means(rule: Rule, points: Sequence[tuple[int, float]], limit: float) -> Iterator[tuple[int, float, int]]:
-    """(last step, mean, number of steps) of the windows that pass the rule's limit."""
-    for end in range(1, len(points) + 1):
-        for width, border in ((WINDOW, limit), (EARLY, rule.sure)):
-            if border is not None and end >= width:
-                value = statistics.fmean(value for _, value in points[end - width : end])
-                if rule.passes(value, border):
-                    yield points[end - 1][0], value, width
-                    break
 
 
 def _mismatch_expected(curves: Curves, flat: Mapping[str, Any]) -> bool:
@@ -182,15 +155,7 @@ def _not_finite(curves: Curves) -> list[RunWarning]:
 
 def _made(step: int, kind: str, text: str, chart: str) -> RunWarning:
     shown = "slow stage" if kind.startswith("slow ") else kind
-    return RunWarning(step, shown, text, chart=chart, **texts()[kind])
-
-
-@cache
-def texts() -> dict[str, dict[str, str]]:
-    """{kind: its meaning and advice}."""
-    text = files("grpocli_tools.report").joinpath("page", "warnings.yaml").read_text(encoding="utf-8")
-    found: dict[str, dict[str, str]] = yaml_text.load(text)
-    return found
+    return RunWarning(step, shown, text, texts()[kind]["meaning"], texts()[kind]["advice"], chart)
 
 
 def _slow_stages(curves: Curves) -> list[RunWarning]:
@@ -209,7 +174,7 @@ def verdict(curves: Curves, state: str, found: Sequence[RunWarning]) -> Verdict:
     look = f"{alarms[0].kind}, from step {alarms[0].step}." if alarms else "the completions of the last step."
     if not curves.steps:
         return Verdict("unclear", "unclear", "The run has no step yet.")
-    level, word, text = _by_accuracy(curves) or _by_teacher(curves) or _by_answers(curves) or _by_reward(curves)
+    level, word, text = _by_accuracy(curves) or _by_answers(curves) or _by_steps(curves)
     points, why = curves.comparable("eval/accuracy")
     told = "" if _reward_change(curves) else curves.comparable("reward")[1]
     if why and why != told and len(points) < 2 <= len(curves.series("eval/accuracy")):
@@ -245,15 +210,6 @@ def has_teacher(flat: Mapping[str, Any]) -> bool:
     return any(value is not None and f"{key}.".startswith(tuple(f"{k}." for k in keys)) for key, value in flat.items())
 
 
-def _by_teacher(curves: Curves) -> tuple[str, str, str] | None:
-    """The verdict of a run without rewards, by the divergence from its teacher; None for any other run."""
-    if curves.series("reward") or not (values := [value for _, value in curves.series("kl")]):
-        return None
-    if len(values) < FEW_STEPS:
-        return "unclear", "unclear", f"{len(values)} steps are too few to judge the KL to the teacher."
-    return _change_verdict("KL to the teacher", *_change(values), lower_is_better=True)
-
-
 def _change_verdict(what: str, level: str, numbers: str, lower_is_better: bool = False) -> tuple[str, str, str]:
     """The level, word and text of a verdict for `_change` of what its first word names."""
     if level == "unclear":
@@ -264,32 +220,34 @@ def _change_verdict(what: str, level: str, numbers: str, lower_is_better: bool =
 
 
 def _by_answers(curves: Curves) -> tuple[str, str, str] | None:
-    """The verdict of supervised training, by the loss on held-out answers or those it learns; None for other runs."""
-    if not curves.series("token_accuracy"):
+    """The verdict of supervised training by the loss on held-out answers; None without two of them."""
+    held_out = curves.comparable("eval/loss")[0]
+    if not curves.series("token_accuracy") or len(held_out) < 2:
         return None
-    held_out, own = curves.comparable("eval/loss")[0], [value for _, value in curves.comparable("loss")[0]]
-    if len(held_out) > 1 and (paired := curves.paired("eval/loss", held_out[0][0], held_out[-1][0])):
-        (first, before), (last, after) = held_out[0], held_out[-1]
-        level = "unclear" if not paired.clear else "good" if paired.change > 0 else "bad"
-        numbers = f"from {before:.3f} at step {first} to {after:.3f} at step {last}, {paired}"
-        return _change_verdict("loss on held-out answers", level, numbers, lower_is_better=True)
-    if len(own) < FEW_STEPS:
-        return "unclear", "unclear", f"{len(own)} steps are too few to judge the loss."
-    return _change_verdict("loss on the answers it learns", *_change(own), lower_is_better=True)
+    (first, before), (last, after) = held_out[0], held_out[-1]
+    if not (paired := curves.paired("eval/loss", first, last)):
+        return None
+    level = "unclear" if not paired.clear else "good" if paired.change > 0 else "bad"
+    numbers = f"from {before:.3f} at step {first} to {after:.3f} at step {last}, {paired}"
+    return _change_verdict("loss on held-out answers", level, numbers, lower_is_better=True)
 
 
-def _by_reward(curves: Curves) -> tuple[str, str, str]:
-    change = _reward_change(curves)
-    if change is None:
-        rewards, why = curves.comparable("reward")
-        if not rewards:
-            return "unclear", "unclear", f"The rewards of the steps cannot be compared: {why}."
+def _by_steps(curves: Curves) -> tuple[str, str, str]:
+    """The verdict by the first and the last steps: of the reward, of the loss on answers, or of the KL to a teacher."""
+    metric, what = "reward", "reward"
+    if curves.series("token_accuracy"):
+        metric, what = "loss", "loss on the answers it learns"
+    elif curves.series("kl") and not curves.series("reward"):
+        metric, what = "kl", "KL to the teacher"
+    points, why = curves.comparable(metric)
+    if not points:
+        return "unclear", "unclear", f"The rewards of the steps cannot be compared: {why}."
+    if len(points) < FEW_STEPS:
         since = f" since a resume changed {why}" if why else ""
-        return "unclear", "unclear", f"{len(rewards)} steps{since} are too few to judge the reward."
-    level, numbers = change
-    return _change_verdict(
-        "reward", level, numbers + "; there are no held-out accuracies to compare" * (level == "good")
-    )
+        return "unclear", "unclear", f"{len(points)} steps{since} are too few to judge the {what}."
+    level, numbers = _change([value for _, value in points])
+    numbers += "; there are no held-out accuracies to compare" * (metric == "reward" and level == "good")
+    return _change_verdict(what, level, numbers, lower_is_better=metric != "reward")
 
 
 def _reward_change(curves: Curves) -> tuple[str, str] | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,9 +31,6 @@ MOST_TOKENS = 8_192
 TOKEN_BYTES, COMPLETION_BYTES = 40, 230
 """The JSON of a token and of the rest of a completion, measured on runs of the built-in model."""
 
-Wanted = dict[int, list[int]]
-"""{step: groups}."""
-
 
 @dataclass(slots=True)
 class Prompts:
@@ -45,7 +40,6 @@ class Prompts:
     numbers: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def number(self, row: Mapping[str, Any]) -> int:
-        """The number of a row's prompt."""
         key = (_text(row.get("task")), _text(row.get("prompt")))
         if key not in self.numbers:
             self.numbers[key] = len(self.found)
@@ -125,18 +119,18 @@ class RolloutSample:
         total, steps = sum(counts.values()), [step for step in steps if step in counts]
         if not steps or self.most == 0:
             return RolloutSelection("no completions were asked for" if steps else "", total, steps)
-        affordable = self._affordable(steps)
-        wanted, rule = None, ""
+        affordable, chosen, each, rule = self._affordable(steps), steps, None, ""
         if total > affordable:
-            wanted, rule = self._chosen(steps, counts, affordable)
-        read = {step: wanted[step] if wanted else None for step in sorted(wanted or steps)}
-        groups = [group for step, numbers in read.items() for group in self._groups(step, numbers)]
+            count = min(len(steps), max(2, affordable * len(steps) // total))
+            chosen = sorted({steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)})
+            each = max(1, affordable // len(chosen))
+            rule = f"of {len(chosen):,} steps, evenly spaced from the first to the last"
+        groups = [group for step in chosen for group in self._groups(step, each)]
         shown = sum(len(group.completions) for group in groups)
         return RolloutSelection(rule and f"{shown:,} of {total:,} completions: {rule}", total, steps, groups)
 
     @property
     def files(self) -> dict[int, Path]:
-        """{step: rollout file}."""
         return self.run.rollout_files
 
     def _counts(self, steps: Sequence[int]) -> dict[int, int]:
@@ -166,59 +160,27 @@ class RolloutSample:
         ]
         return COMPLETION_BYTES + sum(shown) / len(shown)
 
-    def _chosen(self, steps: Sequence[int], counts: Mapping[int, int], affordable: int) -> tuple[Wanted, str]:
-        """Half from both ends of the run inwards, half of prompts that are followed through the steps."""
-        prompts = self._prompts_of(steps)
-        rank = {step: min(at, len(steps) - 1 - at) for at, step in enumerate(steps)}
-        numbered = [(rank[step], at, step, one) for step, ones in prompts.items() for at, one in enumerate(ones)]
-        places = [(step, group) for _, _, step, group in sorted(numbered)]
-        most = max(2, affordable * len(places) // sum(counts.values()))
-        ends = places[: most // 2]
-        followed = sorted(places[len(ends) :], key=lambda place: (prompts[place[0]][place[1]], place))
-        wanted: Wanted = defaultdict(list)
-        for step, group in [*ends, *followed[: most - len(ends)]]:
-            wanted[step].append(group)
-        first = _listed(sorted({step for step, _ in ends}))
-        return wanted, f"of the steps {first}; of the other steps, the prompts with the lowest hash"
-
-    def _prompts_of(self, steps: Sequence[int]) -> dict[int, dict[int, str]]:
-        """{step: {group: hash of its prompt}}."""
-        found = {}
-        for done, step in enumerate(steps):
-            table = self._arrow(step, lambda file: file.read(columns=["group", "task", "prompt"], use_threads=False))
-            if table is not None:
-                columns = (table[name].to_pylist() for name in ("group", "task", "prompt"))
-                texts = {group: (task, prompt) for group, task, prompt in zip(*columns, strict=True)}
-                found[step] = {group: _hash(*text) for group, text in texts.items()}
-            self.progress(done + 1, len(steps), "steps compared")
-        return found
-
-    def _groups(self, step: int, groups: Sequence[int] | None) -> Iterator[GroupView]:
+    def _groups(self, step: int, most: int | None) -> Iterator[GroupView]:
+        """The groups of a step. most: about how many completions, in whole groups from the first."""
         by_group: dict[int, list[dict[str, Any]]] = defaultdict(list)
-        for row in self._table(step, groups):
+        for row in self._table(step):
             by_group[row["group"] if isinstance(row.get("group"), int) else 0].append(row)
+        left = most
         for group, members in by_group.items():
+            if left is not None and left <= 0:
+                return
+            left = None if left is None else left - len(members)
             views = [completion_view(row, self.tokens) for row in members]
             yield GroupView(step, group, _text(members[0].get("uid")), self.prompts.number(members[0]), views)
 
     def step_groups(self, step: int) -> list[GroupView]:
         """The first groups of a step that fit into the budget."""
-        groups = list(self._prompts_of([step]).get(step, {}))
-        completions = self._counts([step]).get(step, 0)
-        if not groups:
-            return []
-        most = max(1, self._affordable([step]) * len(groups) // max(1, completions))
-        return list(self._groups(step, None if most >= len(groups) else groups[:most]))
+        return list(self._groups(step, self._affordable([step])))
 
-    def _table(self, step: int, groups: Sequence[int] | None) -> list[dict[str, Any]]:
-        import pyarrow as pa
-        from pyarrow import compute
-
+    def _table(self, step: int) -> list[dict[str, Any]]:
         def rows(file: Any) -> list[dict[str, Any]]:
             names = set(file.schema_arrow.names)
             table = file.read(columns=sorted(names - {"columns", "prompt_ids", "version_spans"}), use_threads=False)
-            if groups is not None:
-                table = table.filter(compute.is_in(table["group"], pa.array(groups, pa.int32())))
             return table.to_pylist()  # type: ignore[no-any-return]
 
         return self._arrow(step, rows) or []
@@ -291,22 +253,6 @@ def _rounded(values: Any, ids: Sequence[int]) -> Series | None:
 
 def _per_token(values: Any, ids: Sequence[int]) -> Any:
     return values if isinstance(values, list) and ids and len(values) == len(ids) else None
-
-
-def _listed(steps: Sequence[int]) -> str:
-    """`1 to 3 and 58 to 60`."""
-    ranges: list[list[int]] = []
-    for step in steps:
-        if ranges and step - ranges[-1][1] == 1:
-            ranges[-1][1] = step
-        else:
-            ranges.append([step, step])
-    texts = [f"{first:,}" if first == last else f"{first:,} to {last:,}" for first, last in ranges]
-    return " and ".join(texts) if len(texts) < 5 else f"{texts[0]} ... {texts[-1]}"
-
-
-def _hash(task: Any, prompt: Any) -> str:
-    return hashlib.sha256(json.dumps([_text(task), _text(prompt)]).encode()).hexdigest()[:16]
 
 
 def _messages(messages: Any) -> list[dict[str, str]] | None:

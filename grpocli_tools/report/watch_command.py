@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import threading
@@ -12,32 +11,17 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from grpocli.cli import plain_parser
 from grpocli.errors import ConfigError
-
-EPILOG = """\
-examples
-  grpocli watch runs/DATE/TIME            one run
-  grpocli watch runs                      every run in a folder, also those that begin later
-  grpocli watch RUN --port 8080 --open    on a fixed port, and open the browser
-
-The page is served on 127.0.0.1 only. From another machine, forward the port, then open the printed address there:
-  ssh -N -L PORT:127.0.0.1:PORT USER@MACHINE
-Each printed address lets one browser in. Ctrl-C stops the server; the run goes on.
-"""
+from grpocli_tools.options import parser_of
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve the page until Ctrl-C. Returns the exit code. Raises ConfigError for a file or a port that is taken."""
-    args = _parser().parse_args(argv)
+    args = parser_of("watch", __doc__).parse_args(argv)
     for folder in args.folders:
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"{folder} is a file; give the folder of a run, or a folder of runs")
-    if not 0 <= args.port < 1 << 16:
-        raise ConfigError("must be between 1 and 65535, or 0 for a free one", key="--port", value=args.port)
     from grpocli_tools.report.build_page import Builder
-    from grpocli_tools.report.live_data import LiveData
-    from grpocli_tools.report.live_server import BrowserSessions, listen, live_app, serve
+    from grpocli_tools.report.live_server import BrowserSessions, LiveData, listen, live_app, serve
     from grpocli_tools.report.report_page import formula_lines_of
 
     server = listen(args.port)
@@ -76,11 +60,3 @@ def _announce(folders: Sequence[Path], address: str, port: int) -> None:
         user = os.environ.get("USER") or "USER"
         say(f"from your machine, first: {one_line(f'ssh -N -L {port}:127.0.0.1:{port} {user}@{connection[2]}')}")
     say("Ctrl-C stops the server")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = plain_parser("watch", "Serve a live page about runs, until Ctrl-C.", EPILOG)
-    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN|FOLDER", help="a run, or a folder of runs")
-    parser.add_argument("--port", type=int, default=0, metavar="N", help="the port on 127.0.0.1 (a free one)")
-    parser.add_argument("--open", action="store_true", help="open the page in the browser of this machine")
-    return parser

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from decimal import Decimal
 from itertools import islice
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from grpocli.answers.final_answer import final_answer
+from grpocli.answers.math_text import plain_number
 from grpocli.composition.overrides import unescape
 from grpocli.errors import ConfigError
+from grpocli.rewards.reward import BaseReward, Failure, Sample, accepted, answer_text
+from grpocli.rewards.scorer import call
 from grpocli.text import counted
-from grpocli_tools.command_line import composed, parser_of, stages, warn_of_rewards, whole_number
+from grpocli.types import Text
+from grpocli_tools.command_line import composed, parse, stages, warn_of_rewards
+from grpocli_tools.options import parser_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,20 +31,7 @@ if TYPE_CHECKING:
     from grpocli.rewards.reward import BaseReward
     from grpocli.tasks.task import Example
     from grpocli.views.view import View
-    from grpocli_tools.reward_check.reward_validation import Agreement, ScoredAnswer
 
-EXAMPLES = """\
-The rewards score three answers to each example: its reference answer, which has to be right (a score of 1 or
-more), an empty answer and another example's answer, which have to be wrong. Some answers are also scored in other
-forms: in a box or an answer tag, after ####, in a sentence, as a decimal or fraction. The reward that measures accuracy
-is judged by this; of others the mean scores are shown.
-Exit code 1: the agreement of a reward that measures accuracy is below --threshold.
-
-examples
-  grpocli reward-check task=gsm8k 'reward=[math]'
-  grpocli reward-check task=jsonl task.path=problems.jsonl 'reward=[number]' --split train --examples 200
-  grpocli reward-check task=countdown 'reward=[countdown]' --answer '<answer>{answer}</answer>'
-"""
 LEGEND = """\
 own: the reference answer, which has to be right, as is each of several; empty and other: an empty answer and another
 example's answer, which have to be wrong; errors: answers that were not scored; ms: time for each answer. Without
@@ -45,8 +40,7 @@ agreement: mean scores of a reward that does not measure accuracy
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table and the disagreements. Returns the exit code. Raises ConfigError."""
-    args = _parser().parse_intermixed_args(argv)
+    args = parse(parser_of("reward-check", __doc__, answer={"type": _template}), argv)
     from grpocli.composition.checks import check_file
     from grpocli.composition.compose import build_run
     from grpocli.tasks.prompt_source import doubtful_choices
@@ -65,26 +59,6 @@ def main(argv: Sequence[str]) -> int:
     return 0 if all(one.share >= args.threshold for one, _ in found if one.decides) else 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("reward-check", "[--split SPLIT] [--examples N]", __doc__, EXAMPLES)
-    parser.add_argument("--split", choices=("train", "eval", "all"), default="all", help="the examples to check (all)")
-    parser.add_argument("--examples", type=whole_number, default=0, metavar="N", help="the first N of a split; 0: all")
-    parser.add_argument(
-        "--threshold", type=_share, default=0.99, metavar="SHARE", help="the share of answers that must agree (0.99)"
-    )
-    parser.add_argument(
-        "--answer", type=_template, default="{answer}", metavar="TEXT", help="the template of an answer ({answer})"
-    )
-    parser.add_argument("--list", type=int, default=20, metavar="N", help="the number of disagreements to show (20)")
-    return parser
-
-
-def _share(text: str) -> float:
-    if not 0 <= float(text) <= 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be between 0 and 1")
-    return float(text)
-
-
 def _template(text: str) -> str:
     if "{answer}" not in text:
         raise argparse.ArgumentTypeError(f"{text!r}: must have {{answer}} in it")
@@ -97,7 +71,6 @@ def _agreements(run: Run, args: argparse.Namespace, view: View) -> Iterator[tupl
     from grpocli.rewards.reward import Correctness
     from grpocli.tasks.prompt_source import rewards_for
     from grpocli.tasks.task import columns_of, errors_below, key_of
-    from grpocli_tools.reward_check.reward_validation import agreement
 
     checked = 0
     for name, task in run.tasks.items():
@@ -131,7 +104,6 @@ def _show(
 ) -> None:
     from grpocli.text import one_line
     from grpocli_tools.console import CleanConsole
-    from grpocli_tools.reward_check.reward_validation import FORMS, KINDS
 
     found = [one for one, _ in checked]
     console = CleanConsole(width=None if sys.stdout.isatty() else 160)
@@ -172,7 +144,6 @@ def _table(found: Sequence[Agreement], columns: Sequence[str], cells: Callable[[
 
 def _cells(one: Agreement) -> list[str]:
     """The examples all of whose answers agree; mean scores if the reward does not decide."""
-    from grpocli_tools.reward_check.reward_validation import KINDS
 
     cells = []
     for answers in map(one.of, KINDS):
@@ -212,3 +183,138 @@ def _row(answer: ScoredAnswer, source: Sequence[Example]) -> str:
     from grpocli.tasks.table import Examples
 
     return source.where(answer.number) if isinstance(source, Examples) else f"example {answer.number + 1}"
+
+
+KINDS = {"own": True, "empty": False, "other": False}
+"""The answers to every example, and whether each is right."""
+FORM_EXAMPLES = 200
+"""Number of examples of a split, evenly spaced, that are answered in other forms."""
+
+
+def _decimal(answer: str) -> str | None:
+    number = plain_number(answer)
+    if number is None or 10**28 % number.denominator:  # more decimals than Decimal's 28, or endless
+        return None
+    return f"{Decimal(number.numerator) / Decimal(number.denominator):f}" + (".0" if number.denominator == 1 else "")
+
+
+def _fraction(answer: str) -> str | None:
+    number = plain_number(answer)
+    return None if number is None else rf"$\frac{{{2 * number.numerator}}}{{{2 * number.denominator}}}$"
+
+
+FORMS: dict[str, Callable[[str], str | None]] = {
+    "boxed": lambda answer: rf"It is 12345, no: \boxed{{{answer}}}.",
+    "tag": lambda answer: f"<think>It may be 12345.</think>\n<answer>{answer}</answer>",
+    "####": lambda answer: f"12345 - 1\n#### {answer}",
+    "sentence": lambda answer: f"The answer is {answer if plain_number(answer) is not None else f'${answer}$'}.",
+    "decimal": _decimal,
+    "fraction": _fraction,
+}
+"""Functions that write an answer in another form; None if it has no such form."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredAnswer:
+    """An answer to an example and its score."""
+
+    kind: str
+    """One of KINDS or FORMS."""
+    number: int
+    """The index of the example."""
+    sample: Sample
+    score: float | None
+    """None if the reward failed."""
+    reason: str = ""
+    """Why it failed."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the score has the expected value; a score of 1 or more is right, as in evaluations."""
+        return self.score is not None and (self.score >= 1) == KINDS.get(self.kind, True)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How often a reward agrees with the answers of a split of a task."""
+
+    task: str
+    split: str
+    reward: str
+    answers: list[ScoredAnswer]
+    """The examples' answers, empty ones and other examples' answers."""
+    forms: list[ScoredAnswer]
+    """The examples' answers in other forms, which do not count in `share`."""
+    seconds: float
+    """The time to score `answers`, without imports and the start of workers."""
+    column: str
+    """The column of the examples' own answers."""
+    decides: bool = True
+    """Whether the reward measures the task's accuracy, so that it has to agree."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.task} {self.split} {self.reward}"
+
+    @property
+    def share(self) -> float:
+        """The share of `answers` that agree; failures do not."""
+        return sum(one.agrees for one in self.answers) / len(self.answers) if self.answers else 1.0
+
+    def of(self, kind: str) -> list[ScoredAnswer]:
+        return [one for one in [*self.answers, *self.forms] if one.kind == kind]
+
+
+def agreement(
+    task: str, split: str, name: str, reward: BaseReward, examples: Sequence[Mapping[str, Any]], template: str
+) -> Agreement:
+    """Score three answers to each example: its own, an empty one and another example's; `template` formats them.
+
+    Of the examples whose own answer is right, FORM_EXAMPLES are also answered in the other forms that the reward reads.
+    """
+    column = reward.solution_column or getattr(reward, "answer_column", "answer")
+    texts = [list(map(answer_text, accepted(example.get(column)))) or [""] for example in examples]
+    finals = [[final_answer(text) for text in of_example] for of_example in texts]
+    cases = [case for i in range(len(texts)) for case in _cases(i, texts, finals, template)]
+    _score(task, reward, examples, cases[:1])  # imports libraries and starts workers
+    start = time.perf_counter()
+    answers = _score(task, reward, examples, cases)
+    seconds = time.perf_counter() - start
+    right = list(dict.fromkeys(one.number for one in answers if one.kind == "own" and one.agrees))
+    some = right[:: max(1, -(-len(right) // FORM_EXAMPLES))]
+    in_forms = ((kind, i, FORMS[kind](finals[i][0])) for i in some for kind in reward.answer_forms)
+    forms = _score(task, reward, examples, [(kind, i, text) for kind, i, text in in_forms if text is not None])
+    return Agreement(task, split, name, answers, forms, seconds, column)
+
+
+def _score(
+    task: str, reward: BaseReward, examples: Sequence[Mapping[str, Any]], cases: Sequence[tuple[str, int, str]]
+) -> list[ScoredAnswer]:
+    samples = [_sample({**examples[i], "task_name": task}, text) for _, i, text in cases]
+    answers = []
+    for (kind, i, _), sample, score in zip(cases, samples, call(reward, samples), strict=True):
+        failure = Failure("it does not apply") if score is None else score if isinstance(score, Failure) else None
+        value = None if score is None or isinstance(score, Failure) else score
+        answers.append(ScoredAnswer(kind, i, sample, value, failure.reason if failure else ""))
+    return answers
+
+
+def _cases(
+    i: int, texts: Sequence[Sequence[str]], finals: Sequence[Sequence[str]], template: str
+) -> Iterator[tuple[str, int, str]]:
+    """Answers to the i-th example, as (kind, i, text). texts, finals: the accepted answers of each example."""
+    for text in texts[i]:
+        yield "own", i, template.replace("{answer}", text)
+    yield "empty", i, ""
+    others = ((i + k) % len(texts) for k in range(1, len(texts)))
+    own = {final.strip() for final in finals[i]}
+    other = next((j for j in others if finals[j][0].strip() not in own), None)
+    if other is not None:
+        yield "other", i, template.replace("{answer}", texts[other][0])
+
+
+def _sample(example: Mapping[str, Any], text: str) -> Sample:
+    prompt: Text = example["prompt"]
+    completion: Text = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+    columns = {name: value for name, value in example.items() if name != "prompt"}
+    return Sample(prompt, completion, text, columns, token_ids=[], max_tokens=0, truncated=False)

@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_families import CHAT_FAMILIES
 from cli.running import run_here
-
-from grpocli.models.tiny import make_model
 
 QUESTIONS = ["1+1=", "2+2=", "1+1=", "10+20+30=", "3+3="]
 
@@ -74,34 +71,12 @@ def test_supervised_runs_show_the_answers_that_they_teach(task, capsys) -> None:
     assert "taught, 5 tokens" in printed(capsys, *task, "algorithm=sft", 'task.target_template="so {answer}"')
 
 
-@pytest.mark.parametrize("family", ["gemma3", "smollm3"])
-def test_the_view_follows_the_template_of_a_family(family: str, task, tmp_path: Path, capsys) -> None:
-    """The prompt as the template writes it, and an answer up to the end of a turn."""
-    model, one = tmp_path / "model", CHAT_FAMILIES[family]
-    make_model(0).save_pretrained(model)
-    tokenizer = one.tokenizer()
-    tokenizer.save_pretrained(model)
-    first = splits(capsys, *task, "algorithm=sft", f"model={model}")["train"]["prompts"][0]
-    assert first["target"].endswith(one.template_ends)
-    assert first["token_ids"].count(tokenizer.bos_token_id) == (1 if one.bos else 0)
-    assert "Today Date: 01 July 2025" in first["text"] or family != "smollm3"
-
-
 def test_a_stream_says_what_it_did_not_read(task, capsys) -> None:
     shown = printed(capsys, *task, "task.streaming=true", "--rows", "3", "--split", "train")
     assert "3 read; the rest of the stream was not" in shown
     assert splits(capsys, *task, "task.streaming=true", "--rows", "3")["train"]["examples"] is None
     streamed = splits(capsys, *task, "task.streaming=true")["train"]
     assert streamed["prompt_tokens"] == splits(capsys, *task)["train"]["prompt_tokens"]
-
-
-def test_mixtures_show_each_task(capsys) -> None:
-    shown = printed(
-        capsys, "task=[arithmetic,countdown]", "rollout.max_prompt_tokens=200", "--rows", "20", "--prompts", "0"
-    )
-    for name in ("arithmetic train", "arithmetic eval", "countdown train", "countdown eval"):
-        assert name in shown
-    assert "20 of 10,000 read" in shown
 
 
 def test_text_of_the_data_cannot_control_the_terminal(tmp_path: Path, capsys) -> None:
@@ -118,14 +93,3 @@ def test_text_of_the_data_cannot_control_the_terminal(tmp_path: Path, capsys) ->
     )
     assert "\x1b" not in shown
     assert "have special tokens of the tokenizer in their own text" in shown
-
-
-def test_conversations_that_end_with_the_answer_are_refused_as_by_a_run(tmp_path: Path, capsys) -> None:
-    path = tmp_path / "d.jsonl"
-    chat = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
-    path.write_text("".join(json.dumps({"m": [*chat[: 1 + i % 2]], "answer": f"{i}"}) + "\n" for i in range(4)))
-    data = ["task=jsonl", f"task.path={path}", "task.prompt_column=m", f"task.eval_path={path}", "--split", "train"]
-    assert run_here("data", *data) == 2
-    assert "task.last_turn=null" in capsys.readouterr().err
-    assert splits(capsys, *data, "task.last_turn=drop")["train"]["duplicates"] == [1, 2, 3]
-    assert splits(capsys, *data, "algorithm=sft")["train"]["too_long"] == []

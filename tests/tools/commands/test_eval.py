@@ -76,14 +76,6 @@ def test_the_final_model_is_evaluated_on_several_tasks(grpocli, run: Path, tmp_p
     assert both["tasks"][0]["scores"]["greedy"] == alone["tasks"][0]["scores"]["greedy"]
 
 
-def test_a_task_without_training_data_is_evaluated(grpocli, run: Path, tmp_path: Path) -> None:
-    data, out = tmp_path / "test.jsonl", tmp_path / "out"
-    data.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(5)))
-    task = ["task=jsonl", f"task.path={data}", "task.split=null", "reward=[exact_match]"]
-    code, _, err = grpocli("eval", f"model.path={run}/model", *task, "--samples", "0", "--out", str(out))
-    assert (code, results(out)[0]["tasks"][0]["questions"]) == (0, 5), err
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [

@@ -15,9 +15,8 @@ import pytest
 from cli.running import finish, run_here, start
 from omegaconf import OmegaConf
 
-from grpocli.cli import COMMANDS, HELP
+from grpocli.cli import HELP
 from grpocli.composition.compose import build_run
-from grpocli.plugins import plugins
 from grpocli_tools.command_line import composed
 from grpocli_tools.plan.model_size import PUBLIC
 from grpocli_tools.plan.plan import make_plan
@@ -41,14 +40,6 @@ REWARDS = "".join(
     f"def {name}(completions, **kw): return [float(len(text)) for text in completions]\n"
     for name in ("accuracy", "brevity")
 )
-LINES = [shlex.split(line)[1:] for line in PAGE.read_text().splitlines() if line.startswith("    grpocli ")]
-
-
-@pytest.mark.parametrize("words", LINES, ids=" ".join)
-def test_a_command_of_the_page_exists_and_its_config_composes(words: list[str]) -> None:
-    assert words[0] in [*COMMANDS, *plugins("grpocli.commands")]
-    overrides = [word for word in words[1:] if "=" in word and not word.startswith(("resume=", "hydra."))]
-    assert composed(overrides, None).train.steps > 0
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip(" `"))

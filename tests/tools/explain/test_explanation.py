@@ -9,12 +9,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.runs.sessions import as_typed
-from grpocli_tools.explain.explanation import ORDER, Explanation, compared, explanation
+from grpocli_tools.explain.explanation import Explanation, compared, explanation
 from grpocli_tools.explain.render import (
     comparison_markdown,
     comparison_text,
-    explanation_markdown,
-    explanation_text,
     pair_lines,
 )
 
@@ -76,13 +74,6 @@ def test_every_key_of_the_algorithm_is_explained(overrides: list[str]) -> None:
     keys = {key for key in shown.values if key.startswith("algorithm.") and key not in NOT_EXPLAINED}
     assert keys <= said
     assert len(keys) > 5
-
-
-@pytest.mark.parametrize("overrides", CASES, ids=str)
-def test_sections_come_in_the_order_of_the_computation(overrides: list[str]) -> None:
-    labels = [s.label for s in explained(*overrides).sections]
-    assert labels == [label for label in ORDER if label in labels]
-    assert {"score", "advantage", "objective", "aggregate", "loss"} <= set(labels)
 
 
 @pytest.mark.parametrize(
@@ -152,11 +143,9 @@ MIXTURE = ["task=[arithmetic,gsm8k]", "reward=[exact_match,number]", "task.gsm8k
         (["algorithm=dapo", "reward=[format,math]", "eval.reward=math"], "The accuracy; null is math"),
         (["algorithm=dapo", *MIXTURE], "The accuracy; null is exact_match (arithmetic), number (gsm8k)"),
         (["algorithm=dgpo", "reward=[math,format]"], "The accuracy; null is math"),
-        (["algorithm=dapo"], "With exact_match's scores of 1 and 0, reward.overlong.weight=0.5 is equivalent."),
-        (["algorithm=dapo", "reward=[math]", "reward.math.wrong=-1"], "weight=0.5 is not equivalent, 1 would be."),
     ],
 )
-def test_rewards_are_compared_with_the_papers(overrides: list[str], said: str) -> None:
+def test_the_accuracy_reward_is_named(overrides: list[str], said: str) -> None:
     shown = explained(*overrides)
     texts = [s.meaning for s in shown.symbols] + [s.note for s in shown.sections]
     assert any(text.endswith(said) for text in texts)
@@ -186,12 +175,3 @@ def test_a_comparison_shows_only_differences() -> None:
         "                   MAD_G s = mean_G |s − mean_G s|",
     ]
     assert found.keys == [["algorithm/advantage", "center", "mad"], ["algorithm.advantage.eps", "–", "0.0001"]]
-
-
-def test_the_terminal_and_the_document_have_the_same_formulas() -> None:
-    shown = explained("algorithm=dgpo")
-    text, markdown = explanation_text(shown), explanation_markdown(shown)
-    block = markdown.split("```text\n")[1].split("```")[0]
-    assert block in text
-    assert "| T | `algorithm.question_weight.temperature` | 2 |" in markdown
-    assert max(map(len, block.splitlines())) <= 80

@@ -17,7 +17,7 @@ import torch
 from packaging.version import Version
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.composition.hydra_sources import conf_dir
@@ -36,7 +36,6 @@ from grpocli_tools.plan.times import (
     WIDE_HEAD_FORWARD,
     TrainingStep,
 )
-from grpocli_tools.plan.trace import AllocationTracker
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -102,15 +101,6 @@ def test_a_token_goes_to_few_of_the_experts_of_a_mixture() -> None:
     assert size.idle == 48 * (128 - 8) * per_layer
 
 
-@pytest.mark.survival
-def test_the_experts_of_a_mixture_are_traced(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = Qwen3MoeConfig(**sizes, num_key_value_heads=1, num_experts=8, num_experts_per_tok=2, vocab_size=128)
-    config.save_pretrained(tmp_path)
-    plans = [planned("model=hf", f"model.path={tmp_path}", f"model.dtype={d}") for d in ("bfloat16", "float32")]
-    assert all(update(plan, "activations") > 0 for plan in plans)
-
-
 @pytest.mark.parametrize(("gpus", "servers"), [(1, 0), (8, 1)])
 def test_the_engine_is_that_of_a_run_with_as_many_gpus(config_only: list[str], gpus: int, servers: int) -> None:
     """A short run samples with transformers only where it has a single GPU (`AutoEngine.for_run`)."""
@@ -132,30 +122,6 @@ def test_the_host_bounds_the_training_of_a_small_model_on_a_gpu(config_only: lis
     assert large.work.seconds["training: compute"] == computing(large) > TrainingStep.of(large).host_seconds()
     on_cpu = planned(*config_only, "engine=transformers", "hardware.device=cpu")
     assert on_cpu.work.seconds["training: compute"] == computing(on_cpu)
-
-
-@pytest.mark.survival
-def test_products_in_float32_are_15_times_slower_on_a_gpu_and_twice_on_a_cpu(config_only: list[str]) -> None:
-    def seconds(device: str, dtype: str) -> float:
-        options = (*config_only, "engine=transformers", f"hardware.device={device}", f"model.dtype={dtype}")
-        return computing(planned(*options, "model.head_dtype=null"))
-
-    assert seconds("cuda", "bfloat16") < seconds("cuda", "float32") < 15 * seconds("cuda", "bfloat16")
-    assert seconds("cpu", "float32") == pytest.approx(2 * seconds("cpu", "bfloat16"))
-
-
-@pytest.mark.survival
-def test_a_float32_head_takes_time_and_memory(config_only: list[str]) -> None:
-    def plans(device: str) -> list[Plan]:
-        options = (*config_only, "engine=transformers", f"hardware.device={device}", "model.dtype=bfloat16")
-        return [planned(*options, f"model.head_dtype={head}") for head in ("float32", "null")]
-
-    for device, most in (("cpu", 2.0), ("cuda", 1.5)):
-        wide, narrow = plans(device)
-        assert 1 < computing(wide) / computing(narrow) < most
-        assert wide.traced.total < narrow.traced.total + 2**26, "no more than a piece of logits"
-        sampled = [{i.name: i for i in p.devices[0].items}["weights to sample with"] for p in (wide, narrow)]
-        assert sampled[0].generation - sampled[1].generation == 2 * SMALL.vocab_size * SMALL.hidden_size
 
 
 def test_sizes_equal_those_of_the_model_in_memory(config_only: list[str]) -> None:
@@ -210,28 +176,6 @@ def test_gradient_checkpointing_and_smaller_micro_batches_save_activations(confi
     assert update(checked, "activations") < update(plain, "activations") / 4
     half = planned(*config_only, f"train.micro_batch_tokens={plain.rows.tokens // 2}")
     assert update(half, "activations") == pytest.approx(update(plain, "activations") / 2, rel=0.02)
-
-
-@pytest.mark.slow
-def test_layers_of_deep_models_are_extrapolated(config_only: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    overrides = [*config_only, "model.dtype=bfloat16"]
-    whole = planned(*overrides)
-    monkeypatch.setattr("grpocli_tools.plan.trace.TRACED_LAYERS", 2)
-    assert planned(*overrides).traced.total == pytest.approx(whole.traced.total, rel=0.02)
-
-
-def test_the_tracker_counts_live_bytes() -> None:
-    old = torch.zeros(100)
-    with AllocationTracker([old]) as tracker:
-        old += 1
-        one = old * 2
-        view = one[:50]
-        del one
-        assert (tracker.live, tracker.peak) == (400, 400)
-        del view
-        two = old + 1
-        assert (tracker.live, tracker.peak) == (400, 400)
-    del two
 
 
 @pytest.mark.slow
@@ -295,38 +239,6 @@ def _peak(folder: Path, *overrides: str) -> int:
     return int(ended.stdout) * 1024
 
 
-@pytest.mark.slow
-def test_episodes_double_the_kv_cache() -> None:
-    def cache(*overrides: str) -> float:
-        items = planned("engine=transformers", "task=sliding_puzzle", *overrides).devices[0].items
-        return sum(item.generation for item in items if item.name == "KV cache")
-
-    assert cache() == 2 * cache("task.environment.turns=1") > 0
-
-
-def test_a_repetition_penalty_is_traced_in_padded_rows(config_only: list[str]) -> None:
-    plain, penalized = (
-        planned(*config_only, "train.packed=false", f"rollout.repetition_penalty={penalty}") for penalty in (1, 1.1)
-    )
-    assert penalized.traced.activations == plain.traced.activations > 0
-    assert penalized.traced.peak > plain.traced.peak
-
-
-@pytest.mark.slow
-def test_training_and_vllm_machines_are_separate_devices() -> None:
-    machines = ["hardware=multinode", "hardware.train_nodes=2", "hardware.rollout_nodes=3", "engine=vllm"]
-    cpus = planned(*machines, "hardware.device=cpu", "hardware.devices_per_node=4", "engine.replicas=2")
-    assert [(device.name, device.count) for device in cpus.devices] == [
-        ("each training machine", 2),
-        ("each vLLM machine", 3),
-    ]
-    notes = {item.name: item.note for device in cpus.devices for item in device.items}
-    assert (notes["libraries"], notes["vLLM: weights"].partition(";")[0]) == ("4 processes; measured", "2 processes")
-    gpus = planned(*machines, "hardware.device=cuda", "engine.tensor_parallel=8")
-    assert [device.count for device in gpus.devices] == [16, 24]
-    assert (cpus.resources.servers, gpus.resources.servers) == (6, 3)
-
-
 @pytest.mark.survival
 def test_four_bits_and_small_states_are_counted(config_only: list[str]) -> None:
     """The bytes are those of the loaded model; products need one whole weight at a time."""
@@ -350,21 +262,6 @@ def test_the_states_of_optimizers_are_counted(config_only: list[str]) -> None:
     assert sizes["sgd"] == 0
     small = update(planned(*config_only, "optim=adamw_8bit"), "optimizer")
     assert 0.25 * sizes["adamw"] < small < 0.26 * sizes["adamw"]
-
-
-@pytest.mark.survival
-def test_offloaded_activations_are_not_counted_on_the_gpu(on_gpus: list[str]) -> None:
-    given = [*on_gpus, "engine=vllm", "hardware.parallel=ddp"]
-    plain, moved = planned(*given), planned(*given, "train.activation_offload=true")
-    assert update(moved, "activations") < update(plain, "activations") / 4
-    assert update(moved, "backward") > 0
-    assert moved.traced.total < plain.traced.total
-
-
-def test_compiled_layers_keep_less_and_wait_less(on_gpus: list[str]) -> None:
-    eager, compiled = (planned(*on_gpus, "hardware.parallel=ddp", f"model.compile={on}") for on in ("false", "true"))
-    assert compiled.traced.activations == int(0.6 * eager.traced.activations)
-    assert TrainingStep.of(compiled).host_seconds() < TrainingStep.of(eager).host_seconds()
 
 
 def test_processes_that_share_micro_batches_exchange_heads(on_gpus: list[str]) -> None:

@@ -13,7 +13,6 @@ from porting.printed import checks, overrides, printed
 from grpocli.composition.compose import build_run, compose
 from grpocli.composition.overrides import from_command_line
 from grpocli.config.user_code import load
-from grpocli.errors import ConfigError
 from grpocli_tools.porting.from_trl_command import ported
 
 Command = Callable[..., tuple[int, str, str]]
@@ -43,31 +42,18 @@ SCRIPTS: dict[str, tuple[dict[str, str], set[str], tuple[str, ...]]] = {
         (),
     ),
     "an unknown model": ({"model": "model = load_my_model()\n"}, {"model=???"}, ("model=model",)),
-    "a name that is bound twice": ({"model": "model = NAME\nmodel = wrap(model)\n"}, {"model=???"}, ("model=model",)),
     "mapped rows": (
         {"ds": PARTS["ds"] + "ds = ds.map(f)\n"},
         {"task.path=c/d", "task.split=train"},
         ("train_dataset=ds (line",),
     ),
-    "two datasets": (
-        {"ds": "ds = concatenate_datasets([load_dataset('c/d'), load_dataset('e/f')])\n"},
-        {"task=???"},
-        ("train_dataset=ds",),
-    ),
-    "a dataset that is not read": ({"ds": "ds = load_dataset(PATH)\n"}, {"task=???"}, ("train_dataset=ds",)),
     "epochs": ({"steps": "steps = {}\n"}, {"train.steps=???"}, ("num_train_epochs=3",)),
     "a call": ({"steps": "steps = {'max_steps': made()}\n"}, {"train.steps=???"}, ("num_train_epochs=3", "**steps=")),
-    "a changed dictionary": (
-        {"steps": "steps = {'max_steps': 9}\nsteps['max_steps'] = 10\n"},
-        {"train.steps=???"},
-        ("num_train_epochs=3", "**steps="),
-    ),
     "format first": (
         {"rewards": "def shape(completions, **kw): return [1.0]\nrewards = [shape, correct]\n"},
         {"eval.reward=correct"},
         (),
     ),
-    "no name says": ({"rewards": "def a(**kw): ...\nrewards = [a]\n"}, set(), ("eval.reward=a",)),
     "a registry": ({"rewards": "rewards = [R[one] for one in NAMES]\n"}, {"reward=???"}, ("reward_funcs=",)),
     "a lambda": (
         {"rewards": "rewards = [correct, lambda **kw: [0]]\n"},
@@ -85,24 +71,6 @@ def test_the_command_is_right_or_names_what_it_leaves_out(what: str, tmp_path: P
     said = checks(text)
     assert len(said) == len(expected), said
     assert all(one.startswith(check) for one, check in zip(said, expected, strict=True)), said
-
-
-def test_a_setting_that_is_changed_later_is_named(tmp_path: Path) -> None:
-    changed = TAIL.replace("\nGRPOTrainer", "\nconfig.learning_rate = 1e-5\nGRPOTrainer")
-    text = printed(tmp_path / "train.py", "".join([HEAD, *PARTS.values(), changed]))
-    assert next(line for line in text.splitlines() if "optim.lr=" in line).endswith(
-        "# TRL's default, since learning_rate is not read"
-    )
-    assert [one.partition(" (line")[0] for one in checks(text)] == ["learning_rate=config.learning_rate"]
-
-
-def test_evaluation_on_the_training_data_is_named(tmp_path: Path) -> None:
-    parts = PARTS | {"ds": "ds = load_dataset('json', data_files={'train': 'd.jsonl'}, split='train[:9]')\n"}
-    tail = TAIL.replace("train_dataset=ds", "train_dataset=ds, eval_dataset=ds")
-    text = printed(tmp_path / "train.py", "".join([HEAD, *parts.values(), tail]))
-    assert "task.path=d.jsonl" in overrides(text)
-    assert "task.eval_split" not in text
-    assert [one.partition(":")[0] for one in checks(text)] == ["eval_dataset=d.jsonl"]
 
 
 MAGIC = "%%capture\n!pip install trl \\\n    datasets\nif True:\n    !nvidia-smi\n%cd /content\n"
@@ -280,26 +248,6 @@ def test_what_cannot_be_read_is_one_sentence(
     code, out, err = grpocli("from-trl", *words)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert said in err
-
-
-@pytest.mark.parametrize(
-    ("setting", "check"),
-    [
-        ("max_steps: many", "max_steps=many: it is not a finite number, and is left out"),
-        ("grpo: {num_prompts_per_step: .nan}", "grpo.num_prompts_per_step=nan: it is not a finite number"),
-    ],
-)
-def test_a_number_that_trains_nothing_is_left_out(setting: str, check: str, tmp_path: Path) -> None:
-    text = printed(tmp_path / "a.yaml", f"{setting}\n")
-    assert f"# check: {check}" in text
-    assert "nan" not in "".join(overrides(text))
-
-
-@pytest.mark.parametrize("key", ["model", "task", "reward", "train.steps"])
-def test_a_choice_that_is_left_to_the_reader_stops_the_command(key: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        build_run(compose([f"{key}=???"]))
-    assert raised.value.key == key
 
 
 WHOLE = '''

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from grpocli_tools.report.html import page_html
 from grpocli_tools.report.page_data import PageData
+from grpocli_tools.report.report_page import page_html
 
 LONGEST_WAIT_S = 30
 

@@ -7,7 +7,7 @@ from importlib.resources import files
 
 from report.pages import page, run
 
-from grpocli_tools.report.html import SCRIPTS, embedded_json, live_html, page_html
+from grpocli_tools.report.report_page import SCRIPTS, embedded_json, live_html, page_html
 
 
 def test_text_from_data_cannot_end_the_element_that_holds_it() -> None:

@@ -10,8 +10,7 @@ from report.test_live_data import make_run, no_formula
 from starlette.testclient import TestClient
 
 from grpocli_tools.report.build_page import Builder
-from grpocli_tools.report.live_data import LiveData
-from grpocli_tools.report.live_server import BrowserSessions, live_app
+from grpocli_tools.report.live_server import BrowserSessions, LiveData, live_app
 
 PATHS = ("/", "/data", "/data?known=x", "/rollouts?run=r0&step=1", "/nothing", "/?token=wrong", "/?token=")
 
@@ -95,17 +94,3 @@ def test_the_page_has_the_policy_of_its_script(served: Page) -> None:
     answer = served.admitted().get("/")
     policy = answer.headers["content-security-policy"].removesuffix("; frame-ancestors 'none'")
     assert f'content="{policy.replace(chr(39), "&#39;")}"' in answer.text
-
-
-@pytest.mark.parametrize(
-    ("query", "status"),
-    [
-        ("run=r0&step=1", 404),
-        ("run=../../etc&step=1", 404),
-        ("run=r0&step=-1", 400),
-        ("", 400),
-    ],
-)
-def test_a_wrong_question_about_rollouts_is_one_sentence(served: Page, query: str, status: int) -> None:
-    answer = served.admitted().get(f"/rollouts?{query}")
-    assert (answer.status_code, answer.text.count("\n")) == (status, 1)

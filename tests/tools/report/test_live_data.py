@@ -14,8 +14,8 @@ import pytest
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.saved_run import SavedRun
 from grpocli_tools.report.build_page import Builder
-from grpocli_tools.report.html import page_json
-from grpocli_tools.report.live_data import SHARE, LiveData
+from grpocli_tools.report.live_server import SHARE, LiveData
+from grpocli_tools.report.report_page import page_json
 
 
 def row(step: int, **more: Any) -> str:

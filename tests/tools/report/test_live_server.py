@@ -77,21 +77,6 @@ def watch(folder: Path) -> Iterator[Watch]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("request_", "status"),
-    [
-        (b"GET / HTTP/1.1\r\nHost: evil.example\r\n", 403),
-        (b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n", 400),
-        (b"GET / HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\n", 403),
-    ],
-)
-def test_raw_requests_are_refused(watch: Watch, request_: bytes, status: int) -> None:
-    answer = watch.raw(request_ + b"Connection: close\r\n\r\n")
-    assert answer.startswith(b"HTTP/1.1 %d " % status)
-    assert b"uvicorn" not in answer
-
-
-@pytest.mark.processes
 def test_the_server_listens_on_the_loopback_address_only(watch: Watch) -> None:
     listening = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
     locals_ = [line.split()[1] for line in listening.splitlines() if f":{watch.port:04X} " in line and " 0A " in line]

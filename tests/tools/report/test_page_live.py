@@ -14,8 +14,8 @@ import pytest
 from report.conftest import wait_until
 from report.pages import completion, page, prompt, run
 
-from grpocli_tools.report.html import live_html, page_json
 from grpocli_tools.report.page_data import GroupView, PageData, RolloutSelection
+from grpocli_tools.report.report_page import live_html, page_json
 
 pytestmark = pytest.mark.browser
 
