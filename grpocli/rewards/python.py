@@ -9,9 +9,9 @@ import os
 import pickle
 import random
 import sys
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from struct import pack
 from typing import Any
 
 from omegaconf import MISSING
@@ -93,10 +93,13 @@ class PythonReward(BaseReward):
         names = {name for name, _, _ in self._parameters or ()}
         takes_all = any(kind == "VAR_KEYWORD" for _, kind, _ in self._parameters or ())
         given = {name: value for name, value in self._arguments(samples).items() if takes_all or name in names}
+        ids = given.pop(IDS, None)
         if not self.process:
+            given |= {} if ids is None else {IDS: [list(one) for one in ids]}
             return scores_of(load(self.function, self.key), given, len(samples))
-        if IDS in given:
-            given[IDS] = [array("i", one) for one in given[IDS]]  # many times faster to pickle than lists
+        given |= (
+            {} if ids is None else {IDS: [pack(f"{len(one)}i", *one) for one in ids]}
+        )  # faster to pickle than lists
         pickled = pickle.dumps(given)
         (found,) = self._pool.map([["scores", self.function, self.key, seed_for(samples), len(samples), pickled]])
         if isinstance(found, Failure):
@@ -159,7 +162,7 @@ def in_worker(kind: str, spec: str, key: str, *given: Any) -> Any:
     try:
         arguments = pickle.loads(pickled)  # noqa: S301 - by the trainer
         if IDS in arguments:
-            arguments[IDS] = [one.tolist() for one in arguments[IDS]]
+            arguments[IDS] = [memoryview(one).cast("i").tolist() for one in arguments[IDS]]
         scores = scores_of(function, arguments, count)
     except (Exception, SystemExit) as error:
         raise RuntimeError(f"it raised {raised(error)}") from error
@@ -200,5 +203,5 @@ def arguments(samples: Sequence[Sample]) -> dict[str, list[Any]]:
         **{name: [s.columns.get(name) for s in samples] for name in columns},
         "prompts": [s.prompt for s in samples],
         "completions": [s.completion for s in samples],
-        IDS: [list(s.token_ids) for s in samples],
+        IDS: [s.token_ids for s in samples],
     }
