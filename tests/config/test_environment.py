@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from composed import again, begun
 from omegaconf import OmegaConf
 
+from grpocli.algorithm.kl import NoKL
 from grpocli.composition.compose import build_run, compose, mode_of, save
 from grpocli.config.environment import without_environment
 from grpocli.errors import ConfigError
 from grpocli.files import QuietFileHandler
+from grpocli.launch.trainer_process import make_recorder
+from grpocli.publish.published import model_card
+from grpocli.runs.run_dir import RunDir
 from grpocli.text import masked
+from grpocli.views.view import View
 
 SECRET = "hunter2"
 
@@ -84,6 +91,26 @@ def test_a_resume_keeps_old_and_new_overrides(tmp_path: Path) -> None:
     assert "- rollout.stop=['${oc.env:MY_SECRET}']\n- seed=${oc.env:MY_NUMBER}\n" in text
     run = build_run(merged)
     assert (run.rollout.stop, run.seed, run.train.steps) == ([SECRET], 7, 7)
+
+
+def test_a_model_card_names_the_variable(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: {_target_: model/hf, path: '${oc.env:MY_SECRET}/model'}\n")
+    card = model_card(RunDir(tmp_path), f"{SECRET}/model", {"steps": 1})
+    assert SECRET not in card
+    assert "| started from | `hf` (`${oc.env:MY_SECRET}/model`) |" in card
+
+
+def test_a_tracker_gets_names_instead_of_values(tmp_path: Path) -> None:
+    begun(tmp_path, "rollout.stop=['${oc.env:MY_SECRET}']")
+    given: list[dict[str, Any]] = []
+    tracker = SimpleNamespace(start=lambda name, folder, config, done: given.append(config))
+    rollout = SimpleNamespace(sampling=SimpleNamespace(structure=None))
+    parts = {"tracker": tracker, "rollout": rollout, "algorithm": SimpleNamespace(kl=NoKL()), "reward": {}}
+    plain = {"name": "", "callbacks": [], "callbacks_strict": False, "hub": SimpleNamespace(push=None)}
+    job = SimpleNamespace(checkpoint=None, engine=SimpleNamespace(dtype="float32"))
+    make_recorder(SimpleNamespace(**parts, **plain), RunDir(tmp_path), SimpleNamespace(is_main=True), job, View())  # type: ignore[arg-type]
+    assert given[0]["rollout"]["stop"] == ["${oc.env:MY_SECRET}"]
+    assert SECRET not in str(given)
 
 
 @pytest.mark.slow
