@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rollout.stand_in import StandIn
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.processes.guard import guarded
@@ -160,6 +162,28 @@ def test_a_users_folder_for_weights_is_created_and_kept(
         serving(bad, Vllm(), tmp_path / "log"),
     ):
         pass
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("status", [200, 500])
+def test_a_new_server_gets_a_first_request_that_nobody_waits_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, job: EngineJob, status: int
+) -> None:
+    installed(monkeypatch)
+    stand_in, asked = StandIn(), threading.Event()
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        asked.set()
+        stand_in.closed.wait()
+        return status, {}
+
+    stand_in.answer = answer
+    monkeypatch.setattr(vllm_server, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(vllm_server, "wait_healthy", lambda *_: None)
+    monkeypatch.setattr(vllm_server, "address", lambda *_: stand_in.url)
+    with serving(ServerSpec(job, vllm_server.free_port(), None), Vllm(), tmp_path / "log"):
+        assert asked.wait(30)
+    stand_in.close()
 
 
 @pytest.mark.processes
