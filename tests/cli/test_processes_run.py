@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from cli.family import wait_gone
-from cli.running import SMALL, finish, metrics, run_here, start, wait_for
+from cli.running import EVEN, SMALL, finish, metrics, run_here, start, wait_for
 
 from grpocli.processes.reports import JOINING, START, heartbeats
 
@@ -186,3 +186,19 @@ def test_a_signal_ends_processes_whose_first_collective_call_hangs(stage: str, t
     code, out = finish(two, timeout=30)
     assert code == 3
     assert "SIGTERM before the first step" in out.splitlines()[-1]
+
+
+@pytest.mark.survival
+def test_processes_that_share_micro_batches_equal_one(tmp_path: Path) -> None:
+    """Also after a resume in one process."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    options = [*SMALL, *EVEN, "train.minibatches=2", "train.micro_batch_tokens=100"]
+    shared = ["hardware.processes=2", "hardware.context_parallel=2", "train.steps=2", "hardware.timeout=120"]
+    assert run_here("train", *options, f"hydra.run.dir={one}") == 0
+    assert run_here("train", *options, *shared, f"hydra.run.dir={two}") == 0
+    alone = ["hardware.processes=1", "hardware.context_parallel=1", "train.steps=3"]
+    assert run_here("train", f"resume={two}", *alone) == 0
+    assert any(row["loss"] for row in metrics(one))
+    for a, b in zip(metrics(one), metrics(two), strict=True):
+        for name in ("reward", "loss", "grad_norm", "entropy", "kl", "completions/mean_length", "tokens/trained"):
+            assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-7), name
