@@ -13,6 +13,8 @@ import pytest
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
+from grpocli.hardware import Devices
+from grpocli.launch import run as launch_run
 from grpocli.launch.run import _launched, _load, run_errors
 from grpocli.launch.trainer_launcher import TrainerJob
 from grpocli.rollout.engine import EngineJob, EnginePart
@@ -65,3 +67,26 @@ def test_the_folder_is_kept_if_it_has_the_log_of_a_server(log: str, kept: bool, 
     with pytest.raises(ConfigError), run_errors(run, new=True):
         raise ConfigError("there is no such model", key="model", value="one")
     assert run.path.exists() == kept
+
+
+TWO_MACHINES = ["hardware=multinode", "hardware.devices_per_node=1", "hardware.parallel=ddp"]
+
+
+@pytest.mark.parametrize(
+    ("words", "transport", "shared"),
+    [
+        ([], "shm", False),
+        ([*TWO_MACHINES], "shm", True),
+        ([*TWO_MACHINES], "nccl", False),
+        ([*TWO_MACHINES, "model.lora.rank=8"], "nccl", True),
+    ],
+)
+def test_files_for_other_machines_are_in_the_run_folder(
+    words: list[str], transport: str, shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_run, "check_devices", lambda *_: None)
+    run = build_run(compose(["engine=vllm", "model.warm_start_steps=1", *words]))
+    monkeypatch.setattr(type(run.sync), "choose", lambda *_: transport)
+    folder = launch_run.prepare(run, RunDir(tmp_path), View(), Devices(1)).engine.sync_folder
+    assert (folder is not None) == shared
+    assert folder is None or Path(folder).is_relative_to(tmp_path)
