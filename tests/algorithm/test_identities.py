@@ -390,3 +390,16 @@ def test_a_completion_without_a_score_is_left_out_of_its_group(window: Window) -
             if there.any():
                 part = algorithm.advantages({reward: v[:, there] for reward, v in group.items()}, WEIGHTS)[0]
                 torch.testing.assert_close(whole[there], part, rtol=1e-10, atol=1e-13)
+
+
+def test_the_geometric_objective_refuses_an_advantage_per_token() -> None:
+    rows = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"algorithm/objective=geometric needs an advantage per row"):
+        built("algorithm=gmpo").objective(rows, rows, rows, torch.ones(2, 3))
+
+
+def test_rewards_that_apply_to_no_completion_give_no_gradient() -> None:
+    for name in choices("advantage", "question_weight"):
+        algorithm = built("algorithm=grpo", f"algorithm/{name}")
+        expected = 1 if name == "advantage=supervised" else 0  # supervised training needs no scores
+        assert algorithm.advantages({"r": torch.full((2, 3), float("nan"))}).eq(expected).all()
