@@ -308,3 +308,11 @@ def test_log_probs_and_entropies_of_the_update_are_in_the_file(tmp_path: Path) -
     first, second = ([row[name] for name in names] for row in read_rollouts(tmp_path / "r.parquet"))
     assert first == [None, None, None, None, -1.0, [1, 1], 0.0]
     assert second == [[-0.5, -0.25], [1.0, 2.0], [1.5, 1.0], [1, 0], 2.0, [1, 0], 1.0]
+
+
+def test_a_group_can_be_kept_by_one_reward_alone() -> None:
+    """DAPO keeps groups by accuracy, the first reward: a difference in length says nothing about the answer."""
+    rewards = {"accuracy": torch.tensor([[1.0, 1.0], [0.0, 1.0]]), "overlong": torch.tensor([[0.0, -0.5], [0.0, 0.0]])}
+    assert built("algorithm=dapo").kept(rewards).tolist() == [False, True]
+    for name, kept in {"accuracy": [False, True], "overlong": [True, False], "score": [True, True]}.items():
+        assert built("algorithm=dapo", f"algorithm.keep.reward={name}").kept(rewards).tolist() == kept
