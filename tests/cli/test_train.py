@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from cli.running import SMALL, metrics, run_here
 
+from grpocli.rollout.fake_engine import FakeEngine
+from grpocli.training.update import Updater
+
 pytestmark = pytest.mark.processes
 
 SMALL_RUN = ["train", *SMALL]
@@ -103,3 +106,20 @@ def test_a_sweep_continues_after_a_failed_run_and_is_compared(grpocli, tmp_path:
     assert "eval.reward=nothing" in err
     code, out, _ = grpocli("compare", str(tmp_path / "sweep"), "--format", "json")
     assert [row["exit"] for row in json.loads(out)] == ["done"]
+
+
+def test_the_engine_releases_memory_before_the_updates_of_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+
+    def noted(owner: type, name: str) -> None:
+        plain = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, **others: called.append(name) or plain(*given, **others))
+
+    noted(FakeEngine, "generate")
+    noted(FakeEngine, "release_memory")
+    noted(Updater, "train_step")
+    options = ["engine=fake", "train.steps=2", "eval.problems=0"]
+    assert run_here("train", *SMALL, *options, f"hydra.run.dir={tmp_path}/run") == 0
+    assert called == ["generate", "release_memory", "train_step"] * 2
