@@ -498,3 +498,15 @@ def test_attention_is_sdpas_where_the_default_kernel_is_wrong(
     assert policy.packs
     assert policy.layout(Sampling(1)) is (Packed if notes else FlexPacked)
     assert len(notes) == (kernel is not torchs.flex_attention)
+
+
+def test_filler_fits_any_model(world) -> None:
+    """This includes a model with fewer positions than filler tokens."""
+    short = GPT2LMHeadModel(GPT2Config(**(GPT2 | {"n_positions": 24}), **ENDS))
+    policy = Policy(short, short, torch.float32, world.parallel)
+    policy.packs = attention.enable(short, 24)
+    rows = [Row([3 + k % 30, 4], [5] * 17, [1] * 17, 1.0, k, [-3.0] * 17) for k in range(54)]
+    layout = Packed.build(rows, torch.device("cpu"))
+    assert layout.input_ids.shape[1] - 54 * 19 > 24
+    batch = MicroBatch.build(rows, torch.device("cpu"), Packed)
+    assert policy.scores(batch, Sampling(17))[0].isfinite().all()
