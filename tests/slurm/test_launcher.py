@@ -170,3 +170,12 @@ def test_a_job_submitted_from_a_job_gets_nothing_of_it(monkeypatch: pytest.Monke
     assert not set(jobs) & set(environment())
     monkeypatch.delenv("SLURM_JOB_ID")  # a shell of a user, who chose them
     assert {"CUDA_VISIBLE_DEVICES", "SLURM_CPUS_PER_TASK"} <= set(environment())
+
+
+@pytest.mark.processes
+def test_the_folder_of_an_earlier_sweep_is_not_changed(grpocli: Command, tmp_path: Path) -> None:
+    written(grpocli, tmp_path, "seed=0,1")
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "multirun.yaml"]
+    before = {path: path.read_bytes() for path in files}
+    assert grpocli(*DRY, "seed=0,-1", f"hydra.sweep.dir={tmp_path / 'sweep'}")[0] == 2
+    assert all(path.read_bytes() == content for path, content in before.items())
