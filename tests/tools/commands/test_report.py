@@ -54,3 +54,11 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Captur
     assert "there is no run below" in capsys.readouterr().err
     assert run_here("report", str(tmp_path / "missing")) == 2
     assert "there is no such folder" in capsys.readouterr().err
+
+
+def test_a_hostile_name_of_a_folder_stays_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "a<img src=x onerror=alert(1)>&\x1b[31m\n\u202eb")
+    assert run_here("report", str(folder), "--out", str(tmp_path / "page.html")) == 0
+    assert run_here("report", str(folder)) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    assert "<img" not in (tmp_path / "page.html").read_text()

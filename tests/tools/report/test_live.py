@@ -94,3 +94,11 @@ def test_the_page_has_the_policy_of_its_script(served: Page) -> None:
     answer = served.admitted().get("/")
     policy = answer.headers["content-security-policy"].removesuffix("; frame-ancestors 'none'")
     assert f'content="{policy.replace(chr(39), "&#39;")}"' in answer.text
+
+
+@pytest.mark.parametrize(
+    ("query", "status"), [("run=r0&step=1", 404), ("run=../../etc&step=1", 404), ("run=r0&step=-1", 400), ("", 400)]
+)
+def test_a_wrong_question_about_rollouts_is_one_sentence(served: Page, query: str, status: int) -> None:
+    answer = served.admitted().get(f"/rollouts?{query}")
+    assert (answer.status_code, answer.text.count("\n")) == (status, 1)

@@ -135,3 +135,18 @@ def test_a_new_step_appears_on_the_open_page(chromium: Any, tmp_path: Path) -> N
         watch.process.kill()
         watch.process.communicate()
         chromium.get("about:blank")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: evil.example\r\n", 403),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\n", 403),
+    ],
+)
+def test_raw_requests_are_refused(watch: Watch, request_: bytes, status: int) -> None:
+    answer = watch.raw(request_ + b"Connection: close\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert b"uvicorn" not in answer
