@@ -85,6 +85,7 @@ CELLS: dict[str, Callable[[Any], Any]] = {
     "reward/exact_match": lambda value: 1 - value,
     "status": lambda value: "surplus" if value == "filtered" else "zero_advantage",
     "trainer_logprobs": first(moved(1e-3)),
+    "entropies": first(moved(1e-3)),
     "advantage": moved(1e-3),
     "prompt": lambda text: f"{text}1",
     "uid": lambda text: f"{text}1",
