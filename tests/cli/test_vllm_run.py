@@ -27,14 +27,12 @@ def assert_synced(run: Path) -> None:
 
 
 def assert_replays(grpocli, run: Path) -> None:
-    """Asserts that a replay of every step agrees, the log-probs of vLLM's samples included."""
+    """Asserts that a replay of every step agrees."""
     code, out, _ = grpocli("replay", str(run), "--step", ":", "--json")
     steps = json.loads(out)["steps"]
     assert code == 0, [check for step in steps for check in step["checks"] if check["differ"]]
     assert [step["step"] for step in steps] == [row["step"] for row in metrics(run)]
     assert all(step["exact"] for step in steps)
-    sampled = [check for step in steps for check in step["checks"] if check["name"] == "sampler log-probs"]
-    assert all(check["agree"] and not check["why"] for check in sampled)
 
 
 def until_signal(run: Path, steps: int, number: signal.Signals, *options: str) -> int:
