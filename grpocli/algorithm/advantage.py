@@ -121,10 +121,11 @@ class ReinforcePlusPlus:
         assert lengths_PG is not None, "over=tokens needs the lengths [P, G] of completions"
         tokens_PG = lengths_PG.to(centred.dtype).masked_fill(unscored_PG, 0.0)
         share_PG = tokens_PG / tokens_PG.sum().clamp(min=1)
-        mean = (share_PG * centred).sum()
-        mean = mean.where(mean.abs() > rounding((share_PG * centred.abs()).sum()), 0.0)  # 0, if lengths are equal
+        mean, least = (share_PG * centred).sum(), rounding((share_PG * centred.abs()).sum())
+        mean = mean.where(mean.abs() > least, 0.0)  # 0, if lengths are equal
         centred = centred - mean
         std = (share_PG * centred.square()).sum().sqrt()
+        std = std.where(std > least, 0.0)  # 0, if all completions with tokens have one score
         return _divide(centred, std, self.eps).masked_fill(unscored_PG | (std == 0), 0.0)
 
 

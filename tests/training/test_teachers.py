@@ -101,11 +101,15 @@ def test_with_sharded_weights_every_process_calls_every_teacher(little_model, wo
 
 
 class Server(StandIn):
-    """A stand-in for a vLLM server: the log-prob of a token is minus its number divided by 100."""
+    """A stand-in for a vLLM server: the log-prob of a token is minus its number divided by 100.
+
+    loses_after: the number of scored completions after which it drops connections.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.scored, self.busy, self.refuses, self.hangs, self.detokenizes_wrong = 0, 0, False, False, False
+        self.loses_after: int | None = None
         self.tokenizer: Any = make_tokenizer()
         self.card: dict[str, Any] = {"id": "teacher", "max_model_len": 512}
         self.answer = self.reply
@@ -120,6 +124,8 @@ class Server(StandIn):
             self.busy -= 1
             busy = self.busy >= 0
             self.scored += not busy
+        if self.loses_after is not None and self.scored > self.loses_after:
+            raise ConnectionAbortedError  # without an answer
         if self.hangs and self.scored > 2:
             self.closed.wait(60)
         if busy or self.refuses:
