@@ -207,3 +207,64 @@ def test_what_makes_sense_on_a_cpu_runs_there(tmp_path: Path) -> None:
         for of, value in (("time", None), ("gradient_apart", True))
         for kind in ("skewed", "prompts")
     }
+
+
+def test_laws_check_numbers_between_their_limits(proof: ModuleType) -> None:
+    from experiment import at_most, between, true
+
+    law = between("x", 1, 2, "a figure")
+    holds = [law.check({"x": x}, "cuda")["holds"] for x in (0.9, 1, 2, 2.1)]
+    assert holds == [False, True, True, False]
+    assert law.check({}, "cuda")["holds"] is None
+    assert law.check({"x": "nan"}, "cuda")["holds"] is None
+    assert true("x", "").check({"x": False}, "cuda")["holds"] is False
+    assert at_most("x", 1, "", gpu=True).check({"x": 2}, "cpu")["holds"] is None
+    assert [one.range for one in (law, at_most("x", 5, ""), true("x", ""))] == ["1 to 2", "at most 5", "yes"]
+
+
+def test_results_of_a_cpu_do_not_reach_the_page(proof: ModuleType, tmp_path: Path) -> None:
+    import page
+    from experiment import EXPECTED, Results, outcome
+
+    found = Results(tmp_path / "results.json")
+    found.put("settings", {"device": "CPU"}, "cuda", 1.0, outcome(EXPECTED))
+    with pytest.raises(SystemExit, match="results of a CPU"):
+        page.render([found.path])
+
+
+def test_texts_of_results_are_data(proof: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import page
+    from experiment import EXPECTED, FAILED, Results, outcome
+
+    evil = "\x1b[31mred\n# head\x07<script>alert(1)</script>|[a](javascript:x)\u202e"
+    machine = dict.fromkeys(("device", "driver", "torch", "commit"), evil)
+    found = Results(tmp_path / "results.json")
+    found.put("settings", machine, "cuda", 1.0, outcome(EXPECTED, measured={"speed": evil}, reason=evil))
+    found.put("capabilities", machine, "cuda", 1.0, outcome(FAILED, reason=evil, log=f"{evil}\n```\n# head"))
+    copy = tmp_path / "gpu.md"
+    copy.write_text(page.PAGE.read_text())
+    monkeypatch.setattr(page, "PAGE", copy)
+    monkeypatch.setattr(page, "DATA", tmp_path / "gpu.json")
+    page.render([found.path])
+    page.write_page(found, tmp_path / "results.md")
+    for text in (copy.read_text(), (tmp_path / "results.md").read_text()):
+        assert "alert(1)" in text
+        assert not [bad for bad in ("\x1b", "\x07", "\u202e", "<script", "[a](", "\n# head", "\n```\n#") if bad in text]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"half": ',
+        '{"schema": 2, "experiments": {}}',
+        '{"schema": 1, "experiments": {"settings": {"verdict": "as expected"}}}',
+        "\udcff",
+    ],
+)
+def test_damaged_results_are_refused_in_a_sentence(proof: ModuleType, tmp_path: Path, text: str) -> None:
+    from experiment import Results
+
+    file = tmp_path / "results.json"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(SystemExit, match="damaged or of another version"):
+        Results(file)

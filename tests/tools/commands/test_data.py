@@ -93,3 +93,23 @@ def test_text_of_the_data_cannot_control_the_terminal(tmp_path: Path, capsys) ->
     )
     assert "\x1b" not in shown
     assert "have special tokens of the tokenizer in their own text" in shown
+
+
+def test_mixtures_show_each_task(capsys) -> None:
+    shown = printed(
+        capsys, "task=[arithmetic,countdown]", "rollout.max_prompt_tokens=200", "--rows", "20", "--prompts", "0"
+    )
+    for name in ("arithmetic train", "arithmetic eval", "countdown train", "countdown eval"):
+        assert name in shown
+    assert "20 of 10,000 read" in shown
+
+
+def test_conversations_that_end_with_the_answer_are_refused_as_by_a_run(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "d.jsonl"
+    chat = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    path.write_text("".join(json.dumps({"m": [*chat[: 1 + i % 2]], "answer": f"{i}"}) + "\n" for i in range(4)))
+    data = ["task=jsonl", f"task.path={path}", "task.prompt_column=m", f"task.eval_path={path}", "--split", "train"]
+    assert run_here("data", *data) == 2
+    assert "task.last_turn=null" in capsys.readouterr().err
+    assert splits(capsys, *data, "task.last_turn=drop")["train"]["duplicates"] == [1, 2, 3]
+    assert splits(capsys, *data, "algorithm=sft")["train"]["too_long"] == []

@@ -93,3 +93,11 @@ def test_what_is_wrong_is_named(grpocli, run: Path, tmp_path: Path, options: lis
     code, _, err = grpocli("eval", "--out", str(tmp_path / "out"), *(one.replace("RUN", str(run)) for one in options))
     assert code == 2
     assert named in err
+
+
+def test_a_task_without_training_data_is_evaluated(grpocli, run: Path, tmp_path: Path) -> None:
+    data, out = tmp_path / "test.jsonl", tmp_path / "out"
+    data.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(5)))
+    task = ["task=jsonl", f"task.path={data}", "task.split=null", "reward=[exact_match]"]
+    code, _, err = grpocli("eval", f"model.path={run}/model", *task, "--samples", "0", "--out", str(out))
+    assert (code, results(out)[0]["tasks"][0]["questions"]) == (0, 5), err

@@ -108,3 +108,14 @@ def test_answers_are_also_scored_in_other_forms(grpocli, tmp_path: Path) -> None
     rows = {tuple(line.split()[2:]) for line in out.splitlines() if "jsonl" in line}
     assert ("number", *["3/3"] * 6) in rows
     assert ("exact_match", *["3/3"] * 3) in rows
+
+
+def test_both_splits_are_checked_by_default(grpocli, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text(LINES % "two")
+    (tmp_path / "e.jsonl").write_text(LINES % "4")
+    task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl", f"task.eval_path={tmp_path}/e.jsonl", "reward=[number]"]
+    code, out, _ = grpocli("reward-check", *task)
+    assert code == 1
+    assert f"jsonl train number: fails on 3 answers, first of row 2 of {tmp_path}/d.jsonl: there is no number" in out
+    assert out.count("there is no number") == 1, "one line for all equal failures"
+    assert [line.split()[:3] for line in out.splitlines() if "3/3" in line] == [["jsonl", "eval", "number"]] * 2

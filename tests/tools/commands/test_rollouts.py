@@ -176,3 +176,24 @@ def test_the_saved_config_names_the_accuracy_reward_and_the_rate_to_rest_at(grpo
         ["sums", "7", "4", "75.0%", "100.0%", "2", "rests"],
         ["words", "3", "2", "100.0%", "100.0%", "1", "spell"],
     ]
+
+
+def test_the_reference_answer_and_the_status_are_shown(grpocli, run: Path) -> None:
+    _, out, _ = grpocli("rollouts", str(run), "--task", "words")
+    blocks = out.split("── ")[1:]
+    assert [block.splitlines()[-1] for block in blocks] == ["reference: w3"] * 2, "without escape codes"
+    assert "advantage -1.000  1 tokens, stop\n" in blocks[0]
+    assert "2 tokens, length  filtered\n" in blocks[1]
+    assert "advantage" not in blocks[1]
+
+
+def test_problems_of_a_damaged_run_say_what_is_unknown(grpocli, tmp_path: Path) -> None:
+    problem_files(tmp_path)
+    (tmp_path / "config.yaml").write_text("{")
+    folder = tmp_path / "rollouts"
+    (folder / "step_000002.parquet").rename(folder / "step_000003.parquet")
+    code, out, err = grpocli("rollouts", str(tmp_path), "--problems")
+    assert code == 0
+    assert len(cells(out)) == 2
+    assert "config.yaml cannot be read: which problems rest is unknown" in err
+    assert "rollout files of steps 2 are gone: their samples are not counted" in err

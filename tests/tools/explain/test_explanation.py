@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.runs.sessions import as_typed
-from grpocli_tools.explain.explanation import Explanation, compared, explanation
+from grpocli_tools.explain.explanation import ORDER, Explanation, compared, explanation
 from grpocli_tools.explain.render import (
     comparison_markdown,
     comparison_text,
@@ -175,3 +175,26 @@ def test_a_comparison_shows_only_differences() -> None:
         "                   MAD_G s = mean_G |s − mean_G s|",
     ]
     assert found.keys == [["algorithm/advantage", "center", "mad"], ["algorithm.advantage.eps", "–", "0.0001"]]
+
+
+@pytest.mark.parametrize("overrides", CASES, ids=str)
+def test_sections_come_in_the_order_of_the_computation(overrides: list[str]) -> None:
+    labels = [s.label for s in explained(*overrides).sections]
+    assert labels == [label for label in ORDER if label in labels]
+    assert {"score", "advantage", "objective", "aggregate", "loss"} <= set(labels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["algorithm=dapo"], "The accuracy; null is exact_match"),
+        (["algorithm=dapo", "reward=[format,math]", "eval.reward=math"], "The accuracy; null is math"),
+        (["algorithm=dapo", *MIXTURE], "The accuracy; null is exact_match (arithmetic), number (gsm8k)"),
+        (["algorithm=dgpo", "reward=[math,format]"], "The accuracy; null is math"),
+    ],
+)
+def test_rewards_are_compared_with_the_papers(overrides: list[str], said: str) -> None:
+    shown = explained(*overrides)
+    texts = [s.meaning for s in shown.symbols] + [s.note for s in shown.sections]
+    assert any(text.endswith(said) for text in texts)

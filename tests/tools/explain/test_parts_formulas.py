@@ -96,3 +96,13 @@ def test_a_part_without_a_formula_shows_its_docstring() -> None:
     section = part_section("algorithm/objective", Mine())
     assert section.settings[0] == ("algorithm.objective.scale", "1")
     assert section.choice.endswith("Mine")
+
+
+@pytest.mark.parametrize(("kind", "choice", "made"), CHOICES, ids=str)
+def test_formulas_name_their_symbols(kind: str, choice: str, made: type[Any]) -> None:
+    for part in instances(made):
+        formula = formula_of(part)
+        coefficients = {"kl": "β", "entropy": "λ"}  # these are part of the loss
+        for symbol in formula.symbols:
+            said = " ".join((*formula.lines, formula.note, coefficients.get(kind, "")))
+            assert symbol in said

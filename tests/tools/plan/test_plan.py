@@ -17,7 +17,7 @@ import torch
 from packaging.version import Version
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.composition.hydra_sources import conf_dir
@@ -36,6 +36,7 @@ from grpocli_tools.plan.times import (
     WIDE_HEAD_FORWARD,
     TrainingStep,
 )
+from grpocli_tools.plan.trace import AllocationTracker
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -384,3 +385,105 @@ def test_every_preset_stands_in_the_docs_and_has_public_sizes() -> None:
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
     assert dict(re.findall(r"(?m)^\| `([\w.-]+)` \| ([\w.-]+/[\w.-]+) \|", page)) == paths
     assert set(json.loads(PUBLIC.read_text())) == set(paths.values())
+
+
+@pytest.mark.survival
+def test_the_experts_of_a_mixture_are_traced(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Qwen3MoeConfig(**sizes, num_key_value_heads=1, num_experts=8, num_experts_per_tok=2, vocab_size=128)
+    config.save_pretrained(tmp_path)
+    plans = [planned("model=hf", f"model.path={tmp_path}", f"model.dtype={d}") for d in ("bfloat16", "float32")]
+    assert all(update(plan, "activations") > 0 for plan in plans)
+
+
+@pytest.mark.survival
+def test_products_in_float32_are_15_times_slower_on_a_gpu_and_twice_on_a_cpu(config_only: list[str]) -> None:
+    def seconds(device: str, dtype: str) -> float:
+        options = (*config_only, "engine=transformers", f"hardware.device={device}", f"model.dtype={dtype}")
+        return computing(planned(*options, "model.head_dtype=null"))
+
+    assert seconds("cuda", "bfloat16") < seconds("cuda", "float32") < 15 * seconds("cuda", "bfloat16")
+    assert seconds("cpu", "float32") == pytest.approx(2 * seconds("cpu", "bfloat16"))
+
+
+@pytest.mark.survival
+def test_a_float32_head_takes_time_and_memory(config_only: list[str]) -> None:
+    def plans(device: str) -> list[Plan]:
+        options = (*config_only, "engine=transformers", f"hardware.device={device}", "model.dtype=bfloat16")
+        return [planned(*options, f"model.head_dtype={head}") for head in ("float32", "null")]
+
+    for device, most in (("cpu", 2.0), ("cuda", 1.5)):
+        wide, narrow = plans(device)
+        assert 1 < computing(wide) / computing(narrow) < most
+        assert wide.traced.total < narrow.traced.total + 2**26, "no more than a piece of logits"
+        sampled = [{i.name: i for i in p.devices[0].items}["weights to sample with"] for p in (wide, narrow)]
+        assert sampled[0].generation - sampled[1].generation == 2 * SMALL.vocab_size * SMALL.hidden_size
+
+
+@pytest.mark.slow
+def test_layers_of_deep_models_are_extrapolated(config_only: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = [*config_only, "model.dtype=bfloat16"]
+    whole = planned(*overrides)
+    monkeypatch.setattr("grpocli_tools.plan.trace.TRACED_LAYERS", 2)
+    assert planned(*overrides).traced.total == pytest.approx(whole.traced.total, rel=0.02)
+
+
+def test_the_tracker_counts_live_bytes() -> None:
+    old = torch.zeros(100)
+    with AllocationTracker([old]) as tracker:
+        old += 1
+        one = old * 2
+        view = one[:50]
+        del one
+        assert (tracker.live, tracker.peak) == (400, 400)
+        del view
+        two = old + 1
+        assert (tracker.live, tracker.peak) == (400, 400)
+    del two
+
+
+@pytest.mark.slow
+def test_episodes_double_the_kv_cache() -> None:
+    def cache(*overrides: str) -> float:
+        items = planned("engine=transformers", "task=sliding_puzzle", *overrides).devices[0].items
+        return sum(item.generation for item in items if item.name == "KV cache")
+
+    assert cache() == 2 * cache("task.environment.turns=1") > 0
+
+
+def test_a_repetition_penalty_is_traced_in_padded_rows(config_only: list[str]) -> None:
+    plain, penalized = (
+        planned(*config_only, "train.packed=false", f"rollout.repetition_penalty={penalty}") for penalty in (1, 1.1)
+    )
+    assert penalized.traced.activations == plain.traced.activations > 0
+    assert penalized.traced.peak > plain.traced.peak
+
+
+@pytest.mark.slow
+def test_training_and_vllm_machines_are_separate_devices() -> None:
+    machines = ["hardware=multinode", "hardware.train_nodes=2", "hardware.rollout_nodes=3", "engine=vllm"]
+    cpus = planned(*machines, "hardware.device=cpu", "hardware.devices_per_node=4", "engine.replicas=2")
+    assert [(device.name, device.count) for device in cpus.devices] == [
+        ("each training machine", 2),
+        ("each vLLM machine", 3),
+    ]
+    notes = {item.name: item.note for device in cpus.devices for item in device.items}
+    assert (notes["libraries"], notes["vLLM: weights"].partition(";")[0]) == ("4 processes; measured", "2 processes")
+    gpus = planned(*machines, "hardware.device=cuda", "engine.tensor_parallel=8")
+    assert [device.count for device in gpus.devices] == [16, 24]
+    assert (cpus.resources.servers, gpus.resources.servers) == (6, 3)
+
+
+@pytest.mark.survival
+def test_offloaded_activations_are_not_counted_on_the_gpu(on_gpus: list[str]) -> None:
+    given = [*on_gpus, "engine=vllm", "hardware.parallel=ddp"]
+    plain, moved = planned(*given), planned(*given, "train.activation_offload=true")
+    assert update(moved, "activations") < update(plain, "activations") / 4
+    assert update(moved, "backward") > 0
+    assert moved.traced.total < plain.traced.total
+
+
+def test_compiled_layers_keep_less_and_wait_less(on_gpus: list[str]) -> None:
+    eager, compiled = (planned(*on_gpus, "hardware.parallel=ddp", f"model.compile={on}") for on in ("false", "true"))
+    assert compiled.traced.activations == int(0.6 * eager.traced.activations)
+    assert TrainingStep.of(compiled).host_seconds() < TrainingStep.of(eager).host_seconds()

@@ -114,3 +114,18 @@ def test_lost_work_is_half_an_interval_and_a_restart_for_each_failure() -> None:
 def test_the_same_seed_gives_the_same_run_and_another_one_does_not() -> None:
     assert simulate(JOB, 10, seed=1) == simulate(JOB, 10, seed=1)
     assert simulate(JOB, 10, seed=1).seconds != simulate(JOB, 10, seed=2).seconds
+
+
+def test_more_servers_and_faster_training_never_slow_a_run_down() -> None:
+    for age in (0, 1):
+        by_servers = [simulate(replace(JOB, max_staleness=age, servers=n), 5).step_seconds for n in (1, 2, 4, 8, 16)]
+        assert by_servers == sorted(by_servers, reverse=True)
+        updates = [replace(JOB.speeds, update=seconds) for seconds in (0.1, 1.0, 10.0)]
+        by_update = [simulate(replace(JOB, max_staleness=age, speeds=speeds), 5).step_seconds for speeds in updates]
+        assert by_update == sorted(by_update)
+
+
+def test_slots_that_nothing_waits_for_change_nothing() -> None:
+    lengths = LENGTHS.draw(np.random.default_rng(0), 64).reshape(8, 8)
+    assert generate(lengths, 2, 32, DECODE) == generate(lengths, 2, 256, DECODE)
+    assert generate(lengths, 2, 8, DECODE)[0] > generate(lengths, 2, 32, DECODE)[0]

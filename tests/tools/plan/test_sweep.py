@@ -16,7 +16,7 @@ from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
 from grpocli_tools.plan.plan import Plan, make_plan
 from grpocli_tools.plan.resources import DeviceOptions
-from grpocli_tools.plan.simulate import generate
+from grpocli_tools.plan.simulate import Faults, generate
 from grpocli_tools.plan.sweep import Options, nonnegative_fit, speeds_of_runs, sweep
 
 ON_GPUS = ("model=qwen2.5-0.5b", "hardware.device=cuda", "hardware.parallel=fsdp2", "engine=vllm")
@@ -97,3 +97,18 @@ def test_the_best_number_of_servers_counts_what_failures_take() -> None:
 def test_bad_options_are_named(options: Options, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         sweep(planned("engine.replicas=2"), options)
+
+
+@pytest.mark.slow
+def test_trainers_that_share_micro_batches_stay_together() -> None:
+    found = sweep(planned("engine.replicas=2", "hardware.context_parallel=2"), Options(steps=1))
+    assert [row.simulated.job.trainers for row in found.rows] == [6, 4, 2]
+
+
+@pytest.mark.slow
+def test_rollout_nodes_come_on_top_of_training_nodes() -> None:
+    nodes = ("hardware=multinode", "hardware.train_nodes=2", "hardware.rollout_nodes=1", "engine.replicas=8")
+    found = sweep(planned(*nodes), Options(steps=3, faults=Faults(save=1.0)))
+    assert [(row.nodes, row.simulated.job.devices) for row in found.rows] == [(1, 24), (2, 32), (3, 40), (4, 48)]
+    assert found.unit == "rollout nodes"
+    assert all(row.simulated.overhead > 0 for row in found.rows)

@@ -13,6 +13,7 @@ from porting.printed import checks, overrides, printed
 from grpocli.composition.compose import build_run, compose
 from grpocli.composition.overrides import from_command_line
 from grpocli.config.user_code import load
+from grpocli.errors import ConfigError
 from grpocli_tools.porting.from_trl_command import ported
 
 Command = Callable[..., tuple[int, str, str]]
@@ -296,3 +297,41 @@ def test_the_functions_of_a_script_run_from_their_file(folder: Path, grpocli: Co
     chosen = [one for one in overrides(text) if not one.startswith(("model", "hydra."))]
     run = build_run(compose([*chosen, "model=tiny"]))
     assert list(run.reward) == ["right", "short"]
+
+
+def test_a_setting_that_is_changed_later_is_named(tmp_path: Path) -> None:
+    changed = TAIL.replace("\nGRPOTrainer", "\nconfig.learning_rate = 1e-5\nGRPOTrainer")
+    text = printed(tmp_path / "train.py", "".join([HEAD, *PARTS.values(), changed]))
+    assert next(line for line in text.splitlines() if "optim.lr=" in line).endswith(
+        "# TRL's default, since learning_rate is not read"
+    )
+    assert [one.partition(" (line")[0] for one in checks(text)] == ["learning_rate=config.learning_rate"]
+
+
+def test_evaluation_on_the_training_data_is_named(tmp_path: Path) -> None:
+    parts = PARTS | {"ds": "ds = load_dataset('json', data_files={'train': 'd.jsonl'}, split='train[:9]')\n"}
+    tail = TAIL.replace("train_dataset=ds", "train_dataset=ds, eval_dataset=ds")
+    text = printed(tmp_path / "train.py", "".join([HEAD, *parts.values(), tail]))
+    assert "task.path=d.jsonl" in overrides(text)
+    assert "task.eval_split" not in text
+    assert [one.partition(":")[0] for one in checks(text)] == ["eval_dataset=d.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "check"),
+    [
+        ("max_steps: many", "max_steps=many: it is not a finite number, and is left out"),
+        ("grpo: {num_prompts_per_step: .nan}", "grpo.num_prompts_per_step=nan: it is not a finite number"),
+    ],
+)
+def test_a_number_that_trains_nothing_is_left_out(setting: str, check: str, tmp_path: Path) -> None:
+    text = printed(tmp_path / "a.yaml", f"{setting}\n")
+    assert f"# check: {check}" in text
+    assert "nan" not in "".join(overrides(text))
+
+
+@pytest.mark.parametrize("key", ["model", "task", "reward", "train.steps"])
+def test_a_choice_that_is_left_to_the_reader_stops_the_command(key: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        build_run(compose([f"{key}=???"]))
+    assert raised.value.key == key

@@ -237,3 +237,33 @@ def test_damage_that_no_comparison_can_show_is_named(
     code, _, err = grpocli("replay", str(run), "--step", "2")
     assert code == 2
     assert f"{path}: {said}" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--algorithm", "nonsense"], "nonsense"),
+        (["--reward", "{mine}:none"], "has no function or class none"),
+        (["--reward", "{mine}x:f"], "mine.pyx"),
+        (["--reward", "{mine}:level"], "needs 'level', but the task has no such column"),
+    ],
+)
+def test_a_reward_or_algorithm_that_is_wrong_is_refused_before_the_replay(
+    options: list[str], said: str, grpocli: Grpocli, dapo: Path, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("def level(completions, level):\n    return [0.0] * len(completions)\n")
+    code, out, err = grpocli("replay", str(dapo), "--step", "2", *[word.format(mine=mine) for word in options])
+    assert (code, said in err) == (2, True), err
+    assert "loading the model" not in out + err
+
+
+def test_a_reward_that_scores_nothing_ends_with_its_first_error_after_the_table(
+    grpocli: Grpocli, dapo: Path, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("def closed(completions, **_):\n    raise ValueError('the grader is closed')\n")
+    code, out, err = grpocli("replay", str(dapo), "--step", "2", "--reward", f"{mine}:closed")
+    assert code == 1
+    assert "everything that can be checked agrees" in out
+    assert "step 2: closed cannot score any completion; the first error: " in err

@@ -183,3 +183,36 @@ def test_escape_sequences_of_a_run_never_reach_the_terminal(
     out = capsys.readouterr().out
     assert "key" in out
     assert not set(out) & {"\x1b", "\x07"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: !!timestamp x",
+        "a: " + "9" * 5000,
+        "- a list",
+    ],
+)
+def test_a_run_with_an_invalid_config_has_a_row(text: str, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (sweep / "0" / "config.yaml").write_text(text)
+    main([str(sweep), "--format", "json", "--sort", "path"])
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["exit"] for row in rows] == ["unreadable: config.yaml is broken", "done", "done", "unfinished"]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "summary"),
+    [
+        ('{"step": 1, "reward": "high"}\n', '{"eval/accuracy_before": "low", "eval/accuracy": [1]}'),
+        ('{"step": 1, "reward": NaN}\n', '{"eval/accuracy": 1e999, "seconds": {"a": 1}}'),
+        (f'{{"step": 1, "reward": {"9" * 4000}}}\n', f'{{"eval/accuracy": {"9" * 4000}}}'),
+    ],
+)
+def test_results_that_are_not_numbers_are_shown_as_missing(
+    metrics: str, summary: str, sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (sweep / "0" / "metrics.jsonl").write_text(metrics)
+    (sweep / "0" / "summary.json").write_text(summary)
+    main([str(sweep), "--sort", "accuracy", "--format", "json"])
+    row = next(row for row in json.loads(capsys.readouterr().out) if row["run"] == "0")
+    assert [row[name] for name in ("before", "accuracy", "change", "final reward", "seconds")] == [None] * 5

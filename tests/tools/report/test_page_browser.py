@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from report.pages import completion, page, run, sweep
+from report.pages import completion, page, prompt, run, sweep
 
 from grpocli_tools.report.page_data import GroupView, PromptText, RolloutSelection
 
@@ -129,3 +129,18 @@ def test_a_link_opens_what_it_names_and_back_returns(show: Show) -> None:
     browser.back()
     assert browser.find_element("id", "panel-rollouts").is_displayed()
     assert "adv=negative" in browser.current_url
+
+
+def test_a_megabyte_in_one_line_and_ten_thousand_tokens_are_shown_in_parts(show: Show) -> None:
+    long = completion("x" * 2**20, tokens=None, mask=None, logp=None, trainer_logp=None, entropy=None, ratio=None)
+    many = completion(" ".join(["word"] * 10_000))
+    view = run(steps=2, rollouts=RolloutSelection("", 2, [1], [GroupView(1, 0, "0", 0, [long, many])]))
+    browser = show(page(view, prompts=[prompt()]), "#tab=rollouts&color=logp")
+    buttons = browser.find_elements("css selector", ".completion [data-more]")
+    assert sorted(button.text for button in buttons) == [
+        "Show more (1,000 of 10,000 tokens)",
+        "Show more (4,000 of 1,048,576 characters)",
+    ]
+    assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+    buttons[0].click()
+    assert errors(browser) == []

@@ -131,3 +131,21 @@ def test_a_killed_run_says_so_with_a_command_as_text(show: Show) -> None:
     assert notice.find_element("css selector", "code").text == command
     assert notice.find_elements("css selector", "b, i") == []
     assert show(page()).find_elements("css selector", ".notice") == []
+
+
+def test_paper_has_every_chart_and_at_most_eight_completions(show: Show, media: Callable[..., None]) -> None:
+    group = GroupView(1, 0, "0", 0, [completion(reward=float(at % 2)) for at in range(16)])
+    browser = show(page(run(rollouts=RolloutSelection("", 16, [1], [group]))), "#tab=rollouts", scheme="dark")
+    media("print", prefers_color_scheme="dark")
+    wait_until(lambda: browser.find_element("id", "panel-curves").is_displayed())
+    charts = browser.find_elements("css selector", ".chart")
+    drawn = [chart.find_elements("tag name", "canvas") for chart in charts]
+    assert [len(canvas) for canvas in drawn] == [1] * 5
+    assert all(chart.is_displayed() for chart in charts)
+    assert sum(one.is_displayed() for one in browser.find_elements("css selector", ".completion")) == 8
+    assert browser.find_element("css selector", ".printed-note").text == "Printed: 8 of 16 completions."
+    assert not any(one.is_displayed() for one in browser.find_elements("css selector", "#list, button, select"))
+    assert browser.execute_script("return document.documentElement.dataset.theme") == "light"
+    media("screen", prefers_color_scheme="dark")
+    wait_until(lambda: not browser.find_element("id", "panel-curves").is_displayed())
+    assert browser.execute_script("return document.documentElement.dataset.theme") == "dark"

@@ -346,3 +346,20 @@ def test_the_documented_limits_are_those_of_the_code() -> None:
         if rule.limit(1.0, {}) == rule.limit(100.0, {}):
             assert f"{'below' if rule.below else 'above'} {rule.limit(1.0, {}):g}" in table[rule.kind]
     assert f"more than {NOISE:g} standard errors" in text
+
+
+def test_curves_are_the_numbers_of_metrics_jsonl_and_broken_lines_are_noted(tmp_path: Path) -> None:
+    lines = [row(1, reward=0.1), "garbage\n", row(2, reward=0.30000000000000004, kl=None), '{"step": 3, "rew']
+    curves = read_curves(run_folder(tmp_path / "run", lines))
+    assert (curves.steps, curves.metrics["reward"]) == ([1, 2], [0.1, 0.30000000000000004])
+    assert curves.not_finite == {"kl": [2]}
+
+
+@pytest.mark.parametrize("keys", ["order: difficulty", "order: file", "no_resampling_pass_rate: 0.9"])
+def test_rewards_of_easier_and_harder_problems_are_not_compared(tmp_path: Path, keys: str) -> None:
+    lines = [row(step, reward=1 - step / 40) for step in range(1, 41)]
+    harder = builder().page([run_folder(tmp_path / "harder", lines, f"task: {{{keys}}}\n")]).runs[0]
+    assert (harder.verdict.word, harder.warnings) == ("unclear", [])
+    assert keys.replace(": ", "=") in harder.verdict.text
+    fell = builder().page([run_folder(tmp_path / "fell", lines, "task: {order: shuffled}\n")]).runs[0]
+    assert (fell.verdict.word, fell.warnings[0].kind) == ("reward fell", "reward falls")
