@@ -22,28 +22,28 @@ from grpocli.types import Episode, Rollout, Text, begun
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One completion as a reward sees it.
-
-    prompt, completion: both strings (plain data), or both lists of messages (conversational data).
-    text: the completion's text in either case; in an episode of several turns, the text of the last turn.
-    columns: the other columns of the example.
-    max_tokens: the length limit of sampling. truncated: whether the completion was cut off at that limit.
-    episode: the result of the task's environment; None for a task without an environment.
-    mask: 1 for tokens of the model, 0 for the environment's; None: all 1.
-    scores: for a reward that sees the group, the scores of the sample's other rewards by name, in the task's order;
-        None where a reward does not apply or failed. Empty for any other reward.
-    """
+    """One completion as a reward sees it."""
 
     prompt: Text
+    """A string (plain data), or a list of messages (conversational data)."""
     completion: Text
+    """In the form of `prompt`."""
     text: str
+    """The completion's text; in an episode of several turns, that of the last turn."""
     columns: dict[str, Any]
+    """The other columns of the example."""
     token_ids: list[int]
     max_tokens: int
+    """The length limit of sampling."""
     truncated: bool
+    """Whether the completion was cut off at `max_tokens`."""
     episode: Episode | None = None
+    """The result of the task's environment; None for a task without an environment."""
     mask: list[int] | None = None
+    """1 for tokens of the model, 0 for the environment's; None: all 1."""
     scores: Mapping[str, float | None] = field(default_factory=dict)
+    """For a reward that sees the group: the scores of the sample's other rewards by name, in the task's order; None
+    where a reward does not apply or failed. Empty for any other reward."""
 
     @classmethod
     def of(cls, rollout: Rollout, max_tokens: int) -> Self:

@@ -59,52 +59,48 @@ class Interpreter:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A way to isolate a process.
-
-    command: from the size of /tmp in MB, the words before the interpreter's command line.
-    order: fields for `inside.main`, which does the rest from within the process.
-    """
+    """A way to isolate a process."""
 
     name: str
     python: Interpreter
     command: Callable[[int], list[str]]
+    """From the size of /tmp in MB, the words before the interpreter's command line."""
     order: dict[str, Any]
+    """Fields for `inside.main`, which does the rest from within the process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a program and its tests.
-
-    timeout: seconds for the program and all tests; for each input of a script, of which all have `MOST_TIMEOUTS` times
-    as long. processes: number that the program may start. memory_mb: of each process, and with control groups of all
-    processes together. disk_mb: of the folder /tmp, which is in memory, and of the program's output.
-    """
+    """The limits of a program and its tests."""
 
     timeout: float = 5.0
+    """Seconds for the program and all tests; for each input of a script, of which all have `MOST_TIMEOUTS` times as
+    long."""
     memory_mb: int = 512
+    """Of each process, and with control groups of all processes together."""
     processes: int = 4
+    """The number that the program may start."""
     disk_mb: int = 16
+    """Of the folder /tmp, which is in memory, and of the program's output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A program to test.
-
-    text: the program; if not `whole`, a text that begins with it.
-    tests: code that passes unless it raises, or a standard input and the output that the program has to print.
-    before: code before the program.
-    setup: code before the tests.
-    reference: a right program.
-    entry_point: the name of the function that the question asks for. It and `reference` decide which names in the
-    tests are the program's, see `inside.tests.Example`.
-    """
+    """A program to test."""
 
     text: str
+    """The program; if not `whole`, a text that begins with it."""
     tests: Sequence[str | tuple[str, str]]
+    """Code that passes unless it raises, or a standard input and the output that the program has to print."""
     before: str = ""
+    """Code before the program."""
     setup: str = ""
+    """Code before the tests."""
     reference: str = ""
+    """A right program."""
     entry_point: str = ""
+    """The name of the function that the question asks for. It and `reference` decide which names in the tests are the
+    program's, see `inside.tests.Example`."""
     whole: bool = False
 
 
