@@ -23,7 +23,8 @@ BUDGET = 6_000_000
 """Bytes of JSON of all rollouts of a page: small enough for a mail, and read by a browser in a moment."""
 
 MANY_STEPS, USUAL_GROUP = 32, 64
-"""Where not all completions fit, so many steps show some of their groups, unless groups are larger than this."""
+"""Where completions do not all fit, the page has at least so many steps, if groups are no larger than this."""
+
 LONGEST = 20_000
 """Characters shown of a text; the rest is left out, and the text says how much."""
 
@@ -123,8 +124,8 @@ class RolloutSample:
             return RolloutSelection("no completions were asked for" if steps else "", total, steps)
         affordable, chosen, each, rule = self._affordable(steps), steps, None, ""
         if total > affordable:
-            whole = affordable * len(steps) // total
-            count = min(len(steps), max(2, whole, min(MANY_STEPS, affordable // USUAL_GROUP)))
+            whole_steps = affordable * len(steps) // total
+            count = min(len(steps), max(2, whole_steps, min(MANY_STEPS, affordable // USUAL_GROUP)))
             chosen = sorted({steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)})
             each = max(1, affordable // len(chosen))
             rule = f"of {len(chosen):,} steps, evenly spaced from the first to the last"

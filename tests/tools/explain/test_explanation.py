@@ -182,19 +182,3 @@ def test_sections_come_in_the_order_of_the_computation(overrides: list[str]) -> 
     labels = [s.label for s in explained(*overrides).sections]
     assert labels == [label for label in ORDER if label in labels]
     assert {"score", "advantage", "objective", "aggregate", "loss"} <= set(labels)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["algorithm=dapo"], "The accuracy; null is exact_match"),
-        (["algorithm=dapo", "reward=[format,math]", "eval.reward=math"], "The accuracy; null is math"),
-        (["algorithm=dapo", *MIXTURE], "The accuracy; null is exact_match (arithmetic), number (gsm8k)"),
-        (["algorithm=dgpo", "reward=[math,format]"], "The accuracy; null is math"),
-    ],
-)
-def test_rewards_are_compared_with_the_papers(overrides: list[str], said: str) -> None:
-    shown = explained(*overrides)
-    texts = [s.meaning for s in shown.symbols] + [s.note for s in shown.sections]
-    assert any(text.endswith(said) for text in texts)
