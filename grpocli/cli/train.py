@@ -16,7 +16,6 @@ from grpocli.composition.compose import build_run, compose, run_job, sweep_folde
 from grpocli.composition.resume import Resume
 from grpocli.config.environment import raw_value
 from grpocli.errors import ConfigError
-from grpocli.hub import PREFIX
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.saved_run import SavedRun, ended_early
 from grpocli.text import clean
@@ -79,10 +78,6 @@ def _run(overrides: list[str], searched: list[str]) -> None:
     if "hydra/launcher=slurm" in overrides:
         problem = "only a multirun can be submitted"
         raise ConfigError(problem, key="hydra/launcher", value="slurm", hint="add -m, also for one run")
-    if any(text.startswith(f"resume={PREFIX}") for text in overrides):
-        from grpocli.publish.pull import fetched
-
-        overrides = fetched(overrides, searched)
     resume = Resume.requested(overrides)
     composed = compose([*searched, *(resume.overrides(overrides) if resume else overrides)], with_hydra=True)
     config = resume.merged(without_hydra(composed)) if resume else without_hydra(composed)

@@ -344,7 +344,7 @@ class Run:
     seed: int = 0
     """Seed of everything random, at least 0."""
     resume: str | None = None
-    """Run folder to resume, or hub:OWNER/NAME, a run on the hub with a checkpoint; null: a new run."""
+    """Run folder to resume; null: a new run."""
     resume_fallback: bool = False
     """If the newest checkpoint is damaged, resume from the newest intact one."""
     resume_other_weights: bool = False

@@ -180,3 +180,13 @@ def test_a_broken_config_is_reported(text: str, problem: str, tmp_path: Path) ->
     file.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=re.escape(f"resume={file}: cannot be read: {problem}")):
         Resume(tmp_path, []).overrides([])
+
+
+@pytest.mark.parametrize(
+    "override", ["+hydra.callbacks.evil._target_=os.mkdir", "hydra/launcher=slurm", "+task@hydra.callbacks=arithmetic"]
+)
+def test_a_resume_takes_no_saved_key_of_hydra(tmp_path: Path, override: str) -> None:
+    plain = yaml.safe_load(save(compose(["task=arithmetic"]))) | {"overrides": ["task=arithmetic", override]}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain))
+    assert Resume(tmp_path).overrides([])[0] == "task=arithmetic"
+    assert override not in Resume(tmp_path).overrides([])

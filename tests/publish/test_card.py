@@ -16,7 +16,6 @@ from grpocli.publish.published import model_card
 from grpocli.runs.metrics import reserve_space, summary_of, write_summary
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.saved_run import SavedRun
-from grpocli.runs.sessions import Session, add_session
 
 CONFIG = """\
 algorithm:
@@ -106,13 +105,3 @@ def test_the_card_has_results_and_config(run: RunDir) -> None:
     for said in ("| rewards | `math`, `format` |", "| steps | 60 |", "0.250 before, 0.750 after", "from_pretrained"):
         assert said in card
     assert yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])["seed"] == 0
-
-
-def test_the_card_lists_the_sessions(run: RunDir) -> None:
-    for step, changes in ((0, {}), (20, {"optim.lr": (1e-6, 5e-7), "rollout.stop": ([], ["|"])})):
-        add_session(run, Session(step, f"day {step}", {"grpocli": "0.1.0", "torch": "2"}, changes))
-    card = model_card(run, "Qwen/Qwen2.5-0.5B", summary(run))
-    assert "| steps 1 to 20 | started day 0 with grpocli 0.1.0, torch 2 |" in card
-    assert "| steps 21 to 60 | started day 20 with grpocli 0.1.0, torch 2; `optim.lr` 1e-06 -> 5e-07; `rollout" in card
-    assert "[\\|]" in card
-    assert "The config of the last steps:" in card
