@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from grpocli.answers.final_answer import final_answer
 from grpocli.environments.environment import Step
@@ -28,9 +28,6 @@ OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-ARITHMETIC_ERRORS = (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError)
-"""Errors of a text that is no arithmetic expression."""
-T = TypeVar("T")
 
 
 class Calculator:
@@ -67,32 +64,22 @@ def value_of(expression: str) -> str:
     if len(expression) > LONGEST:
         return "error: too long"
     try:
-        value = evaluate(expression, OPERATORS, lambda number: number)
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
     except ZeroDivisionError:
         return "error: division by zero"
-    except ARITHMETIC_ERRORS:
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
         return "error: no arithmetic"
     if not abs(value) <= LARGEST:
         return "error: no arithmetic"
     return str(value) if isinstance(value, int) else f"{value:.12g}"
 
 
-def evaluate(
-    expression: str, operators: Mapping[type[ast.AST], Callable[..., T]], number: Callable[[int | float], T]
-) -> T:
-    """The value of an expression of numbers and `operators`. Raises one of ARITHMETIC_ERRORS if it has none.
-
-    number: makes a value of a number that is written in it.
-    """
-
-    def of(node: ast.AST) -> T:
-        match node:
-            case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-                return number(value)
-            case ast.BinOp(left, op, right) if type(op) in operators:
-                return operators[type(op)](of(left), of(right))
-            case ast.UnaryOp(op, operand) if type(op) in operators:
-                return operators[type(op)](of(operand))
-        raise ValueError(ast.dump(node))
-
-    return of(ast.parse(expression.strip(), mode="eval").body)
+def _value(node: ast.AST) -> Any:
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return value
+        case ast.BinOp(left, op, right) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](_value(left), _value(right))
+        case ast.UnaryOp(op, operand) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](_value(operand))
+    raise ValueError(ast.dump(node))

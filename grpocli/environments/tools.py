@@ -57,8 +57,6 @@ def execute(code):
 execute({code!r})
 """
 """The program that runs the model's: as in a notebook, the value of a last expression is printed."""
-KINDS = {dict: "object", list: "array", str: "string", int: "integer", float: "number", bool: "boolean"}
-"""JSON Schema's names."""
 Schema = dict[str, Any]
 """A tool as chat templates take it: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
@@ -114,15 +112,11 @@ def calls_in(turn: Message) -> list[dict[str, Any]]:
     return [{**empty, **call.get("function", {}), **rest} for call, rest in zip(written, more, strict=True)]
 
 
-def refusal(call: Mapping[str, Any], names: Collection[str], schemas: Sequence[Schema] = ()) -> str:
-    """Why a call is not run, for the model; empty if it can be. names: the tools; schemas: of their type hints."""
+def refusal(call: Mapping[str, Any], names: Collection[str]) -> str:
+    """Why a call is not run, for the model; empty if it can be. names: of the tools."""
     if "malformed" in call:
         return f"error: the call cannot be read: {call['malformed']}"
-    if call["name"] not in names:
-        return f"error: there is no such tool; there are {', '.join(names)}"
-    (known,) = [one["function"]["parameters"]["properties"] for one in schemas if name_of(one) == call["name"]] or [{}]
-    unfit = [name for name, value in call["arguments"].items() if not _fits(value, known.get(name, {}))]
-    return f"error: the argument {unfit[0]} has to fit {json.dumps(known[unfit[0]])}" if unfit else ""
+    return "" if call["name"] in names else f"error: there is no such tool; there are {', '.join(names)}"
 
 
 def read_arguments(given: Any) -> Any:
@@ -130,19 +124,6 @@ def read_arguments(given: Any) -> Any:
     if isinstance(given, str):
         given = json.loads(given) if given.strip() else None
     return {} if given is None else given
-
-
-def _fits(value: Any, schema: Schema) -> bool:
-    """Whether a JSON value fits the schema that transformers makes of a type hint."""
-    kinds = schema.get("type", "")
-    if value is None:
-        return schema.get("nullable", False) or not kinds or "null" in kinds
-    if kinds and KINDS[type(value)] not in kinds and not (type(value) is int and "number" in kinds):
-        return False
-    inside = schema.get("additionalProperties" if isinstance(value, dict) else "items")
-    if isinstance(value, list | dict) and isinstance(inside, dict):
-        return all(_fits(part, inside) for part in (value.values() if isinstance(value, dict) else value))
-    return value in schema.get("enum", [value])
 
 
 def answer_to(call: Mapping[str, Any], names: Collection[str], content: Any, failed: bool) -> Message:

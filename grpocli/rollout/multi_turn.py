@@ -141,9 +141,9 @@ class _RunningEpisode:
 
     def checked_calls(self) -> list[tuple[dict[str, Any], str]]:
         """The calls of the last turn, each with the reason why it is not run."""
-        left, schemas = self.environment.arguments["max_calls"] - self.calls.total(), tools_of(self.environment)
+        left = self.environment.arguments["max_calls"] - self.calls.total()
         return [
-            (call, refusal(call, self.tool_specs, schemas) or ("" if number < left else NO_CALLS_LEFT))
+            (call, refusal(call, self.tool_specs) or ("" if number < left else NO_CALLS_LEFT))
             for number, call in enumerate(calls_in(self.messages[-1]))
         ]
 

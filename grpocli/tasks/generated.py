@@ -1,27 +1,16 @@
-"""Tasks whose examples are made from a seed: task=arithmetic, countdown, letter_counting, sliding_puzzle.
-
-reward=[countdown] stands beside its task.
-"""
+"""Tasks whose examples are made from a seed: task=arithmetic, letter_counting."""
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import operator
 import random
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from fractions import Fraction
 from functools import lru_cache
 from itertools import islice
 
-from grpocli.answers.final_answer import after_thinking
-from grpocli.config.parts import Escaped, one_of, part, require, section
-from grpocli.environments.calculator import ARITHMETIC_ERRORS, evaluate
-from grpocli.environments.environment import EnvironmentConfig
-from grpocli.environments.sliding_puzzle import MOVES, is_solved, show, slide, solved_board
+from grpocli.config.parts import one_of, part, require, section
 from grpocli.errors import ConfigError
-from grpocli.rewards.reward import Correctness, Failure, Sample, Score
 from grpocli.tasks.task import BaseTask, Example
 
 HELD_OUT = 1 / 10
@@ -29,13 +18,6 @@ HELD_OUT = 1 / 10
 TRIES = 50
 """Examples made per example wanted, since small tasks repeat examples."""
 OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-EXACT: dict[type[ast.AST], Callable[..., Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-"""Operators of countdown's expressions, on fractions."""
 STRIDE = 2654435761
 """A prime near 2**32 divided by the golden ratio. It does not divide the number of pairs, whose prime factors are 2, 3
 and 5, so its multiples visit every pair once; the first n of them are spread evenly."""
@@ -45,10 +27,6 @@ SYLLABLES = (
     *("ba", "ber", "can", "co", "der", "din", "el", "en", "fer", "gol", "ha", "in", "ka", "lar", "lo", "mem", "mi"),
     *("na", "nes", "or", "per", "pol", "qua", "ra", "rub", "sal", "so", "ster", "ta", "ter", "un", "ver", "wil", "zo"),
 )
-TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-LONGEST_EXPRESSION = 500
-"""Characters of an expression that are parsed."""
-INSTRUCTIONS = "Slide the tiles until they are in order. Each turn, name one move: up, down, left or right.\n"
 
 
 def is_held_out(text: str, share: float) -> bool:
@@ -152,88 +130,6 @@ def _pairs(digits: int) -> Iterator[tuple[int, int]]:
         yield low + first, low + second
 
 
-@part("task", "countdown")
-class Countdown(Generated):
-    """Puzzles such as: make 57 from 3, 7, 19, using each number once. `reward=[countdown]` checks the expression.
-
-    Every puzzle has a solution; the column `answer` holds one.
-    """
-
-    target_template: Escaped | None = "<answer>{answer}</answer>"
-    numbers: int = 4
-    """Numbers of a puzzle, 2 to 8."""
-    largest: int = 99
-    """Largest number, at least 2."""
-    largest_target: int = 999
-    """Largest target, at least 10."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, "numbers", 2 <= self.numbers <= 8, "must be between 2 and 8")
-        require(self, "largest", self.largest >= 2, "must be at least 2")
-        require(self, "largest_target", self.largest_target >= 10, "must be at least 10")
-
-    def make(self, random: random.Random) -> Example:
-        while True:
-            numbers = [random.randint(1, self.largest) for _ in range(self.numbers)]
-            solution, target = _combined(numbers, random)
-            if target.denominator == 1 and 1 <= target <= self.largest_target:
-                break
-        listed = ", ".join(map(str, numbers))
-        question = (
-            f"Using the numbers {listed}, each exactly once, and + - * / ( ), write an expression equal to {target}. "
-            "End with the expression in <answer></answer>."
-        )
-        return {"question": question, "answer": solution, "numbers": numbers, "target": int(target)}
-
-
-def _combined(numbers: list[int], random: random.Random) -> tuple[str, Fraction]:
-    """Combine two numbers until one is left."""
-    parts = [(str(number), Fraction(number)) for number in numbers]
-    while len(parts) > 1:
-        random.shuffle(parts)
-        (left, a), (right, b), *rest = parts
-        sign = random.choice("+-*/" if b and (a / b).denominator == 1 else "+-*")
-        value = {"+": a + b, "-": a - b, "*": a * b, "/": a / b if b else a}[sign]
-        parts = [(f"({left} {sign} {right})", value), *rest]
-    return parts[0]
-
-
-@part("reward", "countdown", package="reward.countdown")
-class CountdownReward(Correctness):
-    """`right` (1) if the last <answer> uses each number once and equals the target, else `wrong` (0).
-
-    The example has the columns `numbers` and `target`. Without an <answer> the last line counts.
-    """
-
-    solution_column = "answer"
-    answer_column: str = "target"
-    """Column of the example with the target."""
-
-    def score_sample(self, sample: Sample) -> Score:
-        numbers, target = sample.columns.get("numbers"), sample.columns.get(self.answer_column)
-        if not isinstance(numbers, list) or target is None:
-            return Failure(f"the example needs `numbers` and {self.answer_column!r}")
-        text = after_thinking(sample.text)
-        found = TAGGED.findall(text) or text.strip().splitlines()[-1:]
-        return self.value(bool(found) and reaches(found[-1], numbers, target))
-
-
-def reaches(expression: str, numbers: Sequence[int], target: int) -> bool:
-    """Whether the text is an expression of + - * / and exactly these numbers with that value; "= VALUE" may follow."""
-    used: list[int | float] = []
-
-    def number(value: int | float) -> Fraction:
-        used.append(value)
-        return Fraction(value)
-
-    try:
-        value = evaluate(expression.partition("=")[0][:LONGEST_EXPRESSION], EXACT, number)
-    except ARITHMETIC_ERRORS:
-        return False
-    return value == target and sorted(used) == sorted(numbers) and all(isinstance(one, int) for one in used)
-
-
 @part("task", "letter_counting")
 class LetterCounting(Generated):
     """Questions such as: how many times is the letter r in "rubranester"? `reward=[number]` checks the answer.
@@ -253,29 +149,3 @@ class LetterCounting(Generated):
         letter = random.choice(word if random.random() < 0.9 else "abcdefghijklmnopqrstuvwxyz")
         question = f'How many times is the letter {letter} in "{word}"? Answer with a number.'
         return {"question": question, "answer": str(word.count(letter)), "word": word, "letter": letter}
-
-
-@part("task", "sliding_puzzle")
-class SlidingPuzzles(Generated):
-    """Square boards, shuffled from the solved one, with the environment `SlidingPuzzle`."""
-
-    environment: EnvironmentConfig = EnvironmentConfig(name="grpocli.environments.sliding_puzzle:SlidingPuzzle")
-    size: int = 3
-    """Width and height of the board, 2 to 6."""
-    shuffles: int = 4
-    """Random moves away from the solved board, at least 1; more are harder."""
-    train_size: int = 1000
-    eval_size: int = 100
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, "size", 2 <= self.size <= 6, "must be between 2 and 6")
-        require(self, "shuffles", self.shuffles >= 1, "must be at least 1")
-
-    def make(self, random: random.Random) -> Example:
-        """A board that is not solved."""
-        board = solved_board(self.size)
-        while is_solved(board):
-            for _ in range(self.shuffles):
-                board = random.choice([after for move in MOVES if (after := slide(board, move))])
-        return {"question": INSTRUCTIONS + show(board), "board": board}

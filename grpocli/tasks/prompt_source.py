@@ -6,9 +6,9 @@ import logging
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,21 +16,9 @@ from grpocli.environments.environment import loaded_environment_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Correctness
 from grpocli.rewards.scorer import excerpt
-from grpocli.tasks.curriculum import (
-    TRIES,
-    Curriculum,
-    Order,
-    OrderKeys,
-    Position,
-    ProblemOrder,
-    Problems,
-    ProblemScores,
-    Rows,
-    TaskScheduler,
-    permutation,
-)
+from grpocli.tasks.order import Indices, TaskScheduler, difficulty_of, problem_order
 from grpocli.tasks.prompts import PromptMaker, PromptSet, text_hash
-from grpocli.tasks.table import ExampleStream, Jsonl
+from grpocli.tasks.table import Jsonl
 from grpocli.tasks.task import columns_of, errors_below, key_of
 
 if TYPE_CHECKING:
@@ -42,60 +30,41 @@ if TYPE_CHECKING:
     from grpocli.types import Prompt
 
 logger = logging.getLogger(__name__)
+TRIES = 10_000
+"""Consecutive rows of a stream that may be too long or held out, at most."""
 
 
-class EpochPrompts(Problems):
-    """Prompts of a task that is read whole, each once per epoch: the only block of its data."""
+class EpochPrompts:
+    """Prompts of a task that is read whole, each once per epoch."""
 
-    def __init__(self, prompts: PromptSet, seed: Sequence[int], order: str = "shuffled") -> None:
-        self.prompts, self.report, self._shuffled = prompts, prompts.report, Order(len(prompts), *seed)
-        self._in_file_order = order == "file"
-        self._rows = np.array(prompts.rows, np.int64)
-        self.block = int(self._rows[-1]) + 1
-        self._values = cache(prompts.values)
+    def __init__(self, prompts: PromptSet, task: object, *seed: int) -> None:
+        self.prompts, self.report = prompts, prompts.report
+        order, column = _order_keys(task)
+        values = prompts.values(column.removeprefix("-")) if column else None
+        difficulty = None if values is None else difficulty_of(values, str(column), prompts.where)
+        self._epoch = lru_cache(maxsize=1)(lambda epoch: problem_order(len(prompts), order, difficulty, *seed, epoch))
 
     def draw(self, nth: int, uid: str) -> Prompt:
-        index = nth % len(self.prompts) if self._in_file_order else self._shuffled.index(nth)
-        return self.prompts.prompt(index, uid)
-
-    def rows(self, epoch: int, start: int, shuffled: bool) -> Rows:
-        if start:
-            return self._rows[:0]
-        return self._rows[self._shuffled.epoch(epoch)] if shuffled else self._rows
-
-    def problem(self, row: int, uid: str) -> Prompt | None:
-        index = int(np.searchsorted(self._rows, row))
-        return self.prompts.prompt(index, uid) if index < len(self._rows) and self._rows[index] == row else None
-
-    def values(self, start: int, column: str) -> Mapping[int, tuple[Any, str]]:
-        return self._values(column)
-
-    def position(self, nth: int) -> Position:
-        epoch, place = divmod(nth, len(self._rows))
-        return Position(epoch, taken=self.rows(epoch, 0, True)[:place].tolist())
-
-    def unusable(self) -> ConfigError:
-        return ConfigError("no prompt is usable", key="task")  # a prompt set has only usable prompts, and at least one
+        """The nth prompt of this task."""
+        epoch, place = divmod(nth, len(self.prompts))
+        return self.prompts.prompt(int(self._epoch(epoch)[place]), uid)
 
 
-class StreamedPrompts(Problems):
-    """Prompts from shuffled blocks of `block` rows; the row of draw n depends only on n, the seed and the data.
+class StreamedPrompts:
+    """Prompts from shuffled blocks of `task.shuffle_buffer` rows.
 
-    Another row of the block replaces one that is too long or held out, and so comes twice in that epoch. Leaving the
-    row out would shift every later draw.
+    The row of a draw depends only on its number, the seed and the data. Another row of the block replaces one that is
+    too long or held out, and so comes twice in that epoch. Leaving the row out would shift every later draw.
     """
 
-    def __init__(
-        self, stream: ExampleStream, maker: PromptMaker, block: int, seed: tuple[int, ...], shuffled: bool = True
-    ) -> None:
-        self._stream, self._maker, self.block = stream, maker, block
-        self._seed, self._shuffled, self.report = seed, shuffled, ""
-        self._excluded = set(stream.excluded)
+    def __init__(self, task: Jsonl, maker: PromptMaker, *seed: int) -> None:
+        self._stream, self._maker, self._block = task.stream, maker, task.shuffle_buffer
+        self._seed, self._keys, self.report = seed, _order_keys(task), ""
+        self._excluded = set(self._stream.excluded)
         self._length: int | None = None  # rows of an epoch; None before its end is reached
         self._warned = False
-        self._rows_at = lru_cache(maxsize=2)(lambda start: stream.take(start, block))
+        self._rows_at = lru_cache(maxsize=2)(lambda start: self._stream.take(start, self._block))
         self._order = lru_cache(maxsize=2)(self._ordered)
-        self._values = lru_cache(maxsize=2)(self._column)
 
     def exclude(self, hashes: Iterable[int]) -> None:
         """Exclude prompts with these hashes from training."""
@@ -106,32 +75,8 @@ class StreamedPrompts(Problems):
         for number in islice(self._candidates(nth), TRIES):
             if prompt := self._prompt(number, uid):
                 return prompt
-        raise self.unusable()
-
-    def unusable(self) -> ConfigError:
         problem, limit = f"{TRIES} rows of {self._maker.task} in a row are longer or held out", self._maker.max_tokens
-        return ConfigError(problem, key="rollout.max_prompt_tokens", value=limit, hint="raise it")
-
-    def rows(self, epoch: int, start: int, shuffled: bool) -> Rows:
-        return self._stream.first + start + self._order(epoch, start, shuffled)
-
-    def problem(self, row: int, uid: str) -> Prompt | None:
-        number = row - self._stream.first
-        start = number - number % self.block
-        return self._prompt(number, uid) if 0 <= start <= number < start + len(self._rows_at(start)) else None
-
-    def position(self, nth: int) -> Position:
-        epoch, start, place = self._place(nth)
-        return Position(epoch, start, self.rows(epoch, start, True)[:place].tolist())
-
-    def values(self, start: int, column: str) -> Mapping[int, tuple[Any, str]]:
-        return self._values(start, column)
-
-    def _column(self, start: int, column: str) -> Mapping[int, tuple[Any, str]]:
-        return {
-            self._stream.first + n: (self._stream.example(row, n).get(column), self._where(n))
-            for n, row in enumerate(self._rows_at(start), start)
-        }
+        raise ConfigError(problem, key="rollout.max_prompt_tokens", value=limit, hint="raise it")
 
     def _where(self, number: int) -> str:
         return f"{self._maker.task} example ({self._stream.where(number)})"
@@ -140,7 +85,7 @@ class StreamedPrompts(Problems):
         """The number of the drawn row, then of its replacements: rows of its block, then of the next blocks."""
         while True:
             epoch, start, place = self._place(nth)
-            order = self._order(epoch, start, self._shuffled)
+            order = self._order(epoch, start)
             rows = len(order)
             yield start + int(order[place])
             for i in range(rows):
@@ -150,18 +95,22 @@ class StreamedPrompts(Problems):
     def _place(self, nth: int) -> tuple[int, int, int]:
         """The epoch, the first row of the block, and the position in the block."""
         epoch, place = divmod(nth, self._length) if self._length else (0, nth)
-        start, place = place - place % self.block, place % self.block
+        start, place = place - place % self._block, place % self._block
         if place < len(rows := self._rows_at(start)):
             return epoch, start, place
         self._length = start + len(rows) if rows else self._stream.count()
         return self._place(nth)
 
-    def _ordered(self, epoch: int, start: int, shuffled: bool) -> Rows:
-        n = len(self._rows_at(start))
-        return permutation(n, *self._seed, epoch, start) if shuffled else np.arange(n)
+    def _ordered(self, epoch: int, start: int) -> Indices:
+        rows, (order, column), difficulty = self._rows_at(start), self._keys, None
+        if column:
+            name = column.removeprefix("-")
+            values = [self._stream.example(row, start + i).get(name) for i, row in enumerate(rows)]
+            difficulty = difficulty_of(values, column, lambda i: self._where(start + i))
+        return problem_order(len(rows), order, difficulty, *self._seed, epoch, start)
 
     def _prompt(self, number: int, uid: str) -> Prompt | None:
-        start, maker = number - number % self.block, self._maker
+        start, maker = number - number % self._block, self._maker
         example = self._stream.example(self._rows_at(start)[number - start], number)
         if text_hash(example["prompt"]) in self._excluded:
             return None
@@ -183,6 +132,11 @@ class StreamedPrompts(Problems):
         self._warned = True
 
 
+def _order_keys(task: object) -> tuple[str, str | None]:
+    """`order` and `difficulty_column`, which a task of a user may lack."""
+    return getattr(task, "order", "shuffled"), getattr(task, "difficulty_column", None)
+
+
 @dataclass(frozen=True, slots=True)
 class TaskPrompts:
     """The prompts of one task, with its columns, rewards and environment."""
@@ -199,21 +153,18 @@ class TaskPrompts:
     rewards: list[str]
     """Names of the rewards that score its completions."""
     environment: EnvironmentConfig | None
-    order: ProblemOrder | None = None
-    """None if the problem of a draw follows from the draw's number."""
 
     @classmethod
     def of(cls, task: Task, run: Run, maker: PromptMaker, alone: bool) -> TaskPrompts:
         """Load a task. alone: it is the run's only task."""
         name, label = maker.task, "" if alone else f"{maker.task} "
         seed = (run.seed,) if alone else (run.seed, zlib.crc32(name.encode()))
-        examples, keys = task.examples("train"), OrderKeys.of(task)
+        examples = task.examples("train")
         train: StreamedPrompts | EpochPrompts
-        if streaming := isinstance(task, Jsonl) and task.streaming:
-            train = StreamedPrompts(task.stream, maker, task.shuffle_buffer, seed, keys.order != "file")
+        if isinstance(task, Jsonl) and task.streaming:
+            train = StreamedPrompts(task, maker, *seed)
         else:
-            train = EpochPrompts(PromptSet(examples, maker, f"{label}train"), seed, keys.order)
-        order = None if keys.counts(streaming) else ProblemOrder(train, keys, ProblemScores())
+            train = EpochPrompts(PromptSet(examples, maker, f"{label}train"), task, *seed)
         held_out = None
         # a started run has a number here
         wanted = run.eval.n_problems(cpu=False) if run.reward or maker.targets else 0
@@ -221,28 +172,21 @@ class TaskPrompts:
             held_out = PromptSet(task.examples("eval"), maker, f"{label}eval", wanted, needs_targets=False)
         columns, rewards = columns_of(examples[0]), rewards_for(task, run.reward)
         environment = loaded_environment_of(task)
-        return cls(name, key_of(run.task, name), train, held_out, wanted, columns, rewards, environment, order)
+        return cls(name, key_of(run.task, name), train, held_out, wanted, columns, rewards, environment)
 
     def draw(self, nth: int, uid: str) -> Prompt:
-        """The prompt of the nth draw of this task. With an order, draws are made one after the other."""
+        """The prompt of the nth draw of this task."""
         with errors_below(self.key):
-            return self.order.draw(uid) if self.order else self.train.draw(nth, uid)
-
-    def redraw(self, nth: int, row: int | None, uid: str) -> Prompt | None:
-        """The prompt of an earlier draw of this task: of a row, if its order uses scores; None without that row."""
-        with errors_below(self.key):
-            by_row = self.order is not None and row is not None
-            return self.train.problem(row, uid) if by_row else self.train.draw(nth, uid)  # type: ignore[arg-type]
+            return self.train.draw(nth, uid)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """The prompts of a run's tasks, and the scheduler and the curriculum that draw from them."""
+    """The prompts of a run's tasks, and the scheduler that chooses between them."""
 
     tokenizer: PreTrainedTokenizerBase
     tasks: list[TaskPrompts]
     scheduler: TaskScheduler
-    curriculum: Curriculum
 
     @classmethod
     def of(cls, run: Run, tokenizer: PreTrainedTokenizerBase, end_ids: frozenset[int] = frozenset()) -> PromptSource:
@@ -262,34 +206,12 @@ class PromptSource:
             with errors_below(one.key):
                 one.train.draw(0, "")  # fails early if streamed rows are unusable
         weights = [getattr(task, "weight", 1.0) for task in chosen.values()]
-        orders = {task.name: task.order for task in tasks if task.order}
-        scores = {task.name: orders[task.name].scores if task.order else ProblemScores() for task in tasks}
-        return cls(tokenizer, tasks, TaskScheduler(weights, run.seed), Curriculum(scores, orders))
+        return cls(tokenizer, tasks, TaskScheduler(weights, run.seed))
 
     def draw(self, number: int) -> Prompt:
-        """The prompt of the run's draw number `number`. The draws of a task with a curriculum are made in order."""
-        task, nth = self._turn(number)
-        return task.draw(nth, uid=f"{number}")
-
-    def redraw(self, number: int, row: int | None = None) -> Prompt | None:
-        """The prompt of an earlier draw. row: that of its example, which a task with a curriculum needs.
-
-        None if the task has no such row now.
-        """
-        task, nth = self._turn(number)
-        return task.redraw(nth, row, uid=f"{number}")
-
-    def drawn(self, draws: int) -> dict[str, int]:
-        """How many of the first `draws` draws each task has."""
-        counts = [draws] if len(self.tasks) == 1 else self.scheduler.drawn(draws)
-        return {task.name: count for task, count in zip(self.tasks, counts, strict=True)}
-
-    def _turn(self, number: int) -> tuple[TaskPrompts, int]:
-        """The task of a draw, and the number of earlier draws of that task."""
-        if len(self.tasks) == 1:
-            return self.tasks[0], number
-        turn, nth = self.scheduler.of(number)
-        return self.tasks[turn], nth
+        """The prompt of the run's draw number `number`."""
+        turn, nth = self.scheduler.of(number) if len(self.tasks) > 1 else (0, number)
+        return self.tasks[turn].draw(nth, uid=f"{number}")
 
     def problems(self) -> list[Prompt]:
         """The prompts to evaluate on, task by task."""

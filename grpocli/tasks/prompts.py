@@ -515,15 +515,13 @@ class PromptSet:
         row = self._numbers[place]
         return self.maker.prompt(example, self._token_ids[place], self._target_ids.get(place), uid, row)
 
-    @property
-    def rows(self) -> list[int]:
-        """The number in the data of each kept prompt, ascending."""
-        return [self._numbers[place] for place in self._kept]
+    def values(self, column: str) -> list[Any]:
+        """The value of each kept prompt in a column; None without the column."""
+        return [self._examples[place].get(column) for place in self._kept]
 
-    def values(self, column: str) -> dict[int, tuple[Any, str]]:
-        """{row: (its value in a column, the name of the example in errors)}, None without the column."""
-        examples = ((i, one) for i, one in enumerate(self._examples) if i in self._token_ids)
-        return {self._numbers[i]: (one.get(column), self._where(i)) for i, one in examples}
+    def where(self, index: int) -> str:
+        """The name of the index-th kept prompt in errors."""
+        return self._where(self._kept[index])
 
     @property
     def _numbers(self) -> Sequence[int]:

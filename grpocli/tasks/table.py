@@ -35,6 +35,7 @@ from grpocli.tasks.loading import (
     open_rows,
     with_columns,
 )
+from grpocli.tasks.order import permutation
 from grpocli.tasks.prompts import TURN, fill, in_messages, settle_last_turn, text_hash, text_of
 from grpocli.tasks.task import BaseTask
 from grpocli.types import Message, Text
@@ -111,6 +112,8 @@ class Jsonl(BaseTask):
         require(self, "processor", bool(named), "must be FILE.py:NAME, module:NAME or a dotted path")
         for name, least in (("eval_size", 1), ("shuffle_buffer", 1), ("shots", 0)):
             require(self, name, getattr(self, name) >= least, f"must be at least {least}")
+        whole = not (self.shots and self.streaming)
+        require(self, "shots", whole, "are chosen from all rows: write examples of a stream into task.prefix")
         known = bool(self.split or self.eval_path or self.eval_split) or is_one_file(self.path)
         require(self, "split", known, "name a split to train on, or with task.eval_split one to evaluate on")
         shown = self.system_prompt is None or self.format != "plain"
@@ -184,13 +187,8 @@ class Jsonl(BaseTask):
     @cached_property
     def _shots(self) -> Sequence[Shot]:
         """The worked examples."""
-        from grpocli.tasks.curriculum import Order
-
-        if self.streaming:
-            return list(self.stream.converter.shots)
         train = self._bare("train")
-        order = Order(len(train), self.shot_seed or 0, SHOTS)
-        chosen = (order.index(i) for i in range(len(train)))
+        chosen = permutation(len(train), self.shot_seed or 0, SHOTS, 0).tolist()
         return choose(((train[i], train.where(i)) for i in chosen), self.shots, self.shot_template, self.path)
 
     @cached_property
@@ -497,8 +495,6 @@ class ExampleStream:
         made = cls(RowConverter.of(task, columns, head, task.path), rows, columns)
         if task.source("eval") is None:
             made._hold_out(task.eval_size)
-        if task.shots:
-            made._take_shots(task)
         made.excluded.update(text_hash(one["prompt"]) for one in made.held_out)
         return made
 
@@ -542,19 +538,6 @@ class ExampleStream:
             found.setdefault(question, example)
         problem = f"{self.converter.path} has {len(found)} different examples; lower it: some are to be trained on"
         raise ConfigError(problem, key="task.eval_size", value=size)
-
-    def _take_shots(self, task: Jsonl) -> None:
-        from grpocli.tasks.curriculum import Order
-
-        rows = self.take(0, task.shuffle_buffer)
-        held_out = {text_hash(one["prompt"]) for one in self.held_out}
-        chosen = Order(len(rows), task.shot_seed or 0).epoch(0).tolist()
-        examples = ((self.example(rows[i], i), self.where(i)) for i in chosen)
-        fit = ((one, where) for one, where in examples if text_hash(one["prompt"]) not in held_out)
-        shots = choose(fit, task.shots, task.shot_template, task.path)
-        self.held_out = [{**one, "prompt": with_shots(one["prompt"], shots)} for one in self.held_out]
-        self.excluded.update(text_hash(with_shots(shot.prompt, shots)) for shot in shots)
-        self.converter = replace(self.converter, shots=tuple(shots))
 
 
 def hold_out(rows: Iterable[Row], columns: Sequence[str], limit: int) -> tuple[list[int], list[int]]:

@@ -57,11 +57,7 @@ class BaseTask:
     """Order of the training prompts: `shuffled` anew in each epoch, the `file`'s, or by `difficulty`, from easy to hard
     in each epoch."""
     difficulty_column: str | None = None
-    """Column that order=difficulty sorts by, larger is harder; `-NAME`: larger is easier, such as a solve rate. null:
-    the share of a problem's completions so far that the accuracy reward calls right."""
-    no_resampling_pass_rate: float | None = None
-    """A problem rests, for the rest of the run, when at least this share of its last group is right; null: never. When
-    all problems rest, all are drawn again."""
+    """Column that order=difficulty sorts by, larger is harder; `-NAME`: larger is easier, such as a solve rate."""
     allow_overlap: bool = False
     """Allow evaluation on prompts that are also trained on."""
     last_turn: str | None = None
@@ -94,12 +90,8 @@ class BaseTask:
         require(self, "weight", 0 < self.weight < math.inf, "must be above 0 and finite")
         require(self, "rewards", self.rewards != [], "name at least one reward, or leave it null for all")
         one_of(self, "order", ORDERS)
-        by_column = self.difficulty_column is None or self.order == "difficulty"
-        require(self, "difficulty_column", by_column, "sets the order: give task.order=difficulty, or leave it null")
-        rate = self.no_resampling_pass_rate
-        require(
-            self, "no_resampling_pass_rate", rate is None or 0 < rate <= 1, "must be above 0 and at most 1, or null"
-        )
+        by_column = (self.difficulty_column is not None) == (self.order == "difficulty")
+        require(self, "difficulty_column", by_column, "goes with task.order=difficulty: give both, or neither")
         known = [tool for tool in self.tools if ":" in tool or tool in READY]
         require(self, "tools", known == self.tools, f"name functions as FILE.py:NAME, or take {', '.join(READY)}")
         require(self, "last_turn", self.last_turn in (None, "continue", "drop"), "choose continue or drop, or null")
@@ -113,7 +105,7 @@ class BaseTask:
         require(self, "max_reward_errors", share is None or 0 <= share <= 1, "must be between 0 and 1, or null")
 
     def check_run(self, run: Run) -> None:
-        """Require rewards of this run that can do what the keys ask: measure accuracy, or find pass rates."""
+        """Require rewards of this run that can measure accuracy, and that its method can play the task."""
         names = list(run.reward) if self.rewards is None else self.rewards
         for name in names:
             problem = f"choose some of this run's rewards: {', '.join(run.reward)}{nearest(name, run.reward)}"
@@ -131,11 +123,6 @@ class BaseTask:
         if run.algorithm.supervised and self.environment.name is not None:
             problem = "supervised training has one answer for each prompt, and this task is played in turns"
             raise ConfigError(problem, key="task.environment.name", value=self.environment.name)
-        known = bool(names) and not run.algorithm.supervised
-        problem = "needs the pass rates of problems, and no reward scores them"
-        by_rate = self.order == "difficulty" and self.difficulty_column is None
-        require(self, "order", known or not by_rate, problem)
-        require(self, "no_resampling_pass_rate", known or self.no_resampling_pass_rate is None, problem)
 
 
 @named("task/mixture")

@@ -27,7 +27,6 @@ from grpocli.rewards.scorer import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob, connected
 from grpocli.rollout.sampling import keep_stop_token_ids
 from grpocli.runs.saved_run import SavedRun
-from grpocli.tasks.curriculum import Curriculum, load_problems
 from grpocli.tasks.prompt_source import EpochPrompts, PromptSource, accuracy_rewards_of, doubtful_choices
 from grpocli.tasks.task import error_limits_of, errors_below
 from grpocli.training import checkpoint
@@ -104,7 +103,7 @@ def build_trainer(
     kind = TargetSampler if run.algorithm.supervised else Sampler
     source = kind(world, engine, data.tokenizer, scorer, data.environments, sampler.scoring)
     watch = Watch(recorder.progress_of("rollout"))
-    collector = make_collector(run, source, data.draw, state.draws, leftover, watch, data.curriculum)
+    collector = make_collector(run, source, data.draw, state.draws, leftover, watch)
     collector.epoch_draws = data.epoch if run.algorithm.supervised else None
     trainer = Trainer(
         run=run,
@@ -174,17 +173,16 @@ def _load(
     model: PreTrainedModel | None,
 ) -> tuple[checkpoint.State, list[Group], list[RolloutBatch], Updater]:
     """The state, leftover groups, prefetched batches, models and optimizer of a checkpoint, or of a new run."""
-    state, problems = checkpoint.State(run=SavedRun(recorder.run_dir.path).id), {}
+    state = checkpoint.State(run=SavedRun(recorder.run_dir.path).id)
     leftover: list[Group] = []
     ready: list[RolloutBatch] = []
     with restoring(path):
         if path:
             rewards = [] if run.algorithm.supervised else list(run.reward)
-            fits, prefetches = (data.redraw, run.rollout.group_size, rewards), run.rollout.max_staleness > 0
-            state, problems = checkpoint.load_state(path), load_problems(path)
+            fits, prefetches = (data.draw, run.rollout.group_size, rewards), run.rollout.max_staleness > 0
+            state = checkpoint.load_state(path)
             leftover = load_leftover(path, *fits, run.rollout.prompts_per_step)
             ready = load_prefetched(path, *fits, prefetches, world.is_main)
-        data.curriculum.restore(problems, data.drawn(state.draws))
         updater = load_updater(run, job, world, path, state, recorder.progress_of("train"), model)
     recorder.seconds_before = state.seconds
     for note in choose_layout(run, world, updater.policy, updater.reference):
@@ -277,7 +275,6 @@ def make_collector(
     draws: int,
     leftover: list[Group],
     watch: Watch,
-    curriculum: Curriculum | None = None,
 ) -> Collector:
     """The collector of a run after `draws` prompts. draw: the prompt of a draw number."""
     algorithm: Algorithm = run.algorithm
@@ -295,7 +292,6 @@ def make_collector(
         draws=draws,
         leftover=leftover,
         keeps_untrained=sampler.world.is_main,
-        curriculum=curriculum or Curriculum(),
         watch=watch,
     )
 

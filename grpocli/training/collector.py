@@ -24,7 +24,6 @@ from grpocli.rollout.engine import Listener
 from grpocli.rollout.multi_turn import MultiTurnEngine
 from grpocli.rollout.sampling import derive_seed
 from grpocli.runs.rollouts import Record
-from grpocli.tasks.curriculum import Curriculum, Outcome, outcomes_of
 from grpocli.types import Completion, Group, Prompt, Request, Rollout, Row, Sampling, Status
 
 if TYPE_CHECKING:
@@ -237,7 +236,6 @@ class SampledGroups:
     all: list[Group] = field(default_factory=list)
     """Kept and filtered ones, in the order of their draws."""
     score_stats: ScoreStats = field(default_factory=ScoreStats)
-    outcomes: list[Outcome] = field(default_factory=list)
     rounds: int = 0
 
 
@@ -245,7 +243,7 @@ class SampledGroups:
 class Collector:
     """Draws prompts, has them sampled and scored, and keeps the groups that the algorithm wants.
 
-    A checkpoint saves `draws`, `leftover` and the curriculum.
+    A checkpoint saves `draws` and `leftover`.
     """
 
     sampler: Sampler
@@ -265,10 +263,6 @@ class Collector:
     """The name of each task's accuracy reward."""
     keeps_untrained: bool = True
     """Whether `RolloutBatch.untrained` is filled, with at most MAX_REFILL x `max_rounds` steps' worth of groups."""
-    curriculum: Curriculum = field(default_factory=Curriculum)
-    """Gets the outcomes of each collected step, and may decide what `draw` gives in the next one."""
-    collected: int = 0
-    """The number of steps collected so far."""
     watch: Watch = UNWATCHED
     """Gets the progress of a step's sampling."""
     epoch_draws: int | None = None
@@ -279,7 +273,6 @@ class Collector:
 
         After an error `Prefetcher.state` is that before the step, and the run ends.
         """
-        self.curriculum.begin_step(self.collected)
         sampled = SampledGroups()
         while (missing := self.missing(sampled)) > 0 and sampled.rounds < self.algorithm.keep.max_rounds:
             self.sample_round(sampled, missing)
@@ -303,9 +296,6 @@ class Collector:
         groups, stats = self.sampler.generate_and_score(prompts, seeds, self.group_size, self.sampling, watch)
         sampled.score_stats = sampled.score_stats.add_round(stats)
         self.sampler.scorer.check_errors(sampled.score_stats, self.prompts_per_step * self.group_size)
-        known = [(group, name) for group in groups if (name := self.accuracy_rewards.get(group.prompt.task))]
-        scores = [[rollout.rewards[name] for rollout in group.rollouts] for group, name in known]
-        sampled.outcomes += outcomes_of([group.prompt for group, _ in known], scores)
         for group, keep in zip(groups, self._kept(groups), strict=True):
             (sampled.kept if keep else sampled.filtered).append(group)
         sampled.all += groups
@@ -325,16 +315,14 @@ class Collector:
         metrics = self._metrics(sampled, wanted, len(leftover)) | tools
         # at most one step's worth: the next step trains on all of it, so none gets older than one weight version
         self.leftover = surplus[:n] if self.algorithm.keep.surplus == "carry" else []
-        self.collected += 1
-        self.curriculum.end_step(self.collected, sampled.outcomes)
         untrained = [(Status.FILTERED, group) for group in sampled.filtered]
         untrained += [(Status.LEFTOVER, group) for group in self.leftover]
         untrained += [(Status.SURPLUS, group) for group in surplus[len(self.leftover) :]]
         scored = self.sampler.scorer.warnings(sampled.score_stats)
         return RolloutBatch(
             wanted,
-            metrics | self.curriculum.metrics(),
-            {**scored, **self.curriculum.warnings(), **tool_warnings},
+            metrics,
+            {**scored, **tool_warnings},
             untrained if self.keeps_untrained else [],
             frozenset(group.uid for group in leftover),
         )

@@ -27,10 +27,10 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -39,14 +39,12 @@ import torch
 
 from grpocli.errors import GrpoError, RunError, ServiceGone
 from grpocli.processes.threads import GRACE, fulfil, run_in_thread
-from grpocli.tasks.curriculum import save_problems
 from grpocli.training.collector import RolloutBatch
 from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Status
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Rollouts
     from grpocli.distributed.world import World
-    from grpocli.tasks.curriculum import Saved
     from grpocli.training.collector import Collector
 
 T = TypeVar("T")
@@ -55,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 LEFTOVER_FILE, PREFETCHED_FILE = "carried.pt", "ahead.pt"
 
-Redraw: TypeAlias = Callable[[int, int | None], Prompt | None]
+Draw: TypeAlias = Callable[[int], Prompt]
 """The prompt of an earlier draw, by its number and its row; None if the task has no such row."""
 
 POLL_SECONDS = 0.2
@@ -89,19 +87,17 @@ class PrefetchState:
     """Prompts drawn for the batches."""
     leftover: list[Group]
     """The collector's, after the batches."""
-    problems: Mapping[str, Saved] = field(default_factory=dict)
-    """The curriculum's, after the batches."""
     ready: tuple[RolloutBatch, ...] = ()
     """Batches of the next steps."""
 
     @classmethod
     def of(cls, collector: Collector) -> PrefetchState:
-        return cls(collector.draws, collector.leftover, collector.curriculum.state())
+        return cls(collector.draws, collector.leftover)
 
     def save(self, folder: Path) -> None:
         """Write tensors and plain values, which are read with `weights_only=True`.
 
-        A prompt's text and columns are left out: its draw number, the uid, and its row restore them.
+        A prompt's text and columns are left out: its draw number, the uid, restores them.
         """
         if self.leftover:
             torch.save([_group(group) for group in self.leftover], folder / LEFTOVER_FILE)
@@ -116,7 +112,6 @@ class PrefetchState:
         ]
         if batches:
             torch.save(batches, folder / PREFETCHED_FILE)
-        save_problems(self.problems, folder)
 
 
 def _portable(error: BaseException) -> RunError:
@@ -151,7 +146,6 @@ class Prefetcher:
         """The last step that was requested, that began, and that is collected."""
         self._pause_after = self._stop_after = math.inf
         """No later step begins."""
-        collector.collected = self._collected
         self._state = PrefetchState.of(collector) if self.max_staleness else None
         """The collector's state after the last batch of `_ready`."""
         self._taken: tuple[int, RolloutBatch | PrefetchState] | None = None
@@ -357,9 +351,7 @@ class Prefetcher:
 # A saved state
 
 
-def load_leftover(
-    folder: Path, redraw: Redraw, group_size: int, rewards: Iterable[str], max_groups: int
-) -> list[Group]:
+def load_leftover(folder: Path, draw: Draw, group_size: int, rewards: Iterable[str], max_groups: int) -> list[Group]:
     """The leftover groups of a saved state, equal to the bit; at most `max_groups`, all of which the next step uses.
 
     Groups that do not fit a config changed by a resume (seed, task, group size, rewards) are left out, with a warning
@@ -368,7 +360,7 @@ def load_leftover(
     if not (folder / LEFTOVER_FILE).is_file():
         return []
     saved = torch.load(folder / LEFTOVER_FILE, weights_only=True)
-    found = [_restore(group, redraw, group_size, set(rewards)) for group in saved]
+    found = [_restore(group, draw, group_size, set(rewards)) for group in saved]
     groups = [group for group in found if group][:max_groups]
     if len(groups) < len(saved):
         logger.warning("%d of %d leftover groups do not fit the changed config", len(saved) - len(groups), len(saved))
@@ -376,7 +368,7 @@ def load_leftover(
 
 
 def load_prefetched(
-    folder: Path, redraw: Redraw, group_size: int, rewards: Iterable[str], wanted: bool, is_main: bool
+    folder: Path, draw: Draw, group_size: int, rewards: Iterable[str], wanted: bool, is_main: bool
 ) -> list[RolloutBatch]:
     """The batches of a saved state, equal to the bit.
 
@@ -388,7 +380,7 @@ def load_prefetched(
         return []
 
     def restored(group: dict[str, Any]) -> Group | None:
-        return _restore(group, redraw, group_size, set(rewards))
+        return _restore(group, draw, group_size, set(rewards))
 
     saved, batches = torch.load(folder / PREFETCHED_FILE, weights_only=True), []
     for one in saved:
@@ -403,10 +395,8 @@ def load_prefetched(
     return []
 
 
-def _restore(saved: dict[str, Any], redraw: Redraw, size: int, names: set[str]) -> Group | None:
-    prompt = redraw(int(saved["draw"]), saved.get("row"))
-    if prompt is None:
-        return None
+def _restore(saved: dict[str, Any], draw: Draw, size: int, names: set[str]) -> Group | None:
+    prompt = draw(int(saved["draw"]))
     rollouts = [_rollout(prompt, r) for r in saved["rollouts"]]
     same_prompt = prompt.token_ids == saved["prompt_ids"].tolist()
     fits = same_prompt and len(rollouts) == size and all(set(r.rewards) == names for r in rollouts)
@@ -420,7 +410,6 @@ def _group(group: Group) -> dict[str, Any]:
         rollout["logprobs"] = torch.tensor(rollout["logprobs"], dtype=torch.float64)
     return {
         "draw": int(group.uid),
-        "row": group.prompt.row,
         "prompt_ids": torch.tensor(group.prompt.token_ids, dtype=torch.int32),
         "rollouts": rollouts,
     }

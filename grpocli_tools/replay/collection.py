@@ -25,7 +25,7 @@ from grpocli.tasks.prompt_source import PromptSource, rewards_for
 from grpocli.training.build_trainer import make_collector
 from grpocli.training.checkpoint import checkpoints
 from grpocli.training.collector import Collector, RolloutBatch, Sampler
-from grpocli.training.prefetch import Redraw, without_stale
+from grpocli.training.prefetch import Draw, without_stale
 from grpocli.types import Completion, Group, Prompt, Request, ReusableKV, Sampling, Status
 
 if TYPE_CHECKING:
@@ -240,8 +240,8 @@ class RolloutSource:
     skipped: Mapping[str, str]
     """{reward: why it is not called again}."""
     environments: Mapping[str, EnvironmentConfig]
-    redraw: Redraw | None
-    """The prompt of a draw, by its number and its row; None without the data."""
+    draw: Draw | None
+    """The prompt of a draw number; None without the data."""
     no_prompts: str
     """Why prompts are not drawn again."""
     end_ids: frozenset[int]
@@ -274,7 +274,7 @@ class RolloutSource:
             Scorer(called, run.rollout.max_reward_errors, of_tasks),
             skipped,
             environments,
-            data.redraw if data else None,
+            data.draw if data else None,
             no_prompts,
             end_token_ids(configured_end_ids(run.model, folder), tokenizer) if ours or environments else frozenset(),
         )
@@ -363,10 +363,9 @@ def _prompts(source: RolloutSource, recorded: RecordedStep) -> tuple[dict[str, P
     If most prompts differ from the record, the data has changed: then the recorded ones are used.
     """
     read = {group.uid: group.prompt() for group in recorded.groups}
-    if source.redraw is None:
+    if source.draw is None:
         return read, False
-    found = {uid: source.redraw(int(uid), prompt.row) for uid, prompt in read.items() if uid.isdigit()}
-    drawn = {uid: prompt for uid, prompt in found.items() if prompt}
+    drawn = {uid: source.draw(int(uid)) for uid in read if uid.isdigit()}
     other = [uid for uid in read if uid not in drawn or drawn[uid].token_ids != read[uid].token_ids]
     return (read, False) if len(other) > FEW * len(read) else (read | drawn, True)
 

@@ -264,7 +264,6 @@ def what_changed(run: SavedRun) -> dict[str, tuple[int, str]]:
     """`Curves.changed` of a run. Rewards of steps that draw easier or harder problems are never comparable."""
     task = {key: value for key, value in run.flat.items() if key.startswith("task.")}
     keys = [key for key, value in task.items() if (key.rpartition(".")[2], value) in UNEQUAL_STEPS]
-    keys += [key for key, value in task.items() if key.endswith(".no_resampling_pass_rate") and value]
     reward = incomparable_since(run.sessions, None)
     if keys:
         reward = sys.maxsize, f"{keys[0]}={format_value(task[keys[0]])} gives them easier or harder problems"

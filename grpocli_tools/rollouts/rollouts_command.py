@@ -263,7 +263,6 @@ class Problem:
     """The share of right ones in the last group."""
     step: int = 0
     """The step that sampled that group."""
-    resting: bool = False
 
     @property
     def pass_rate(self) -> float | None:
@@ -284,34 +283,20 @@ class Problem:
             "pass_rate": self.pass_rate,
             "last_pass_rate": self.last,
             "last_step": self.step,
-            "resting": self.resting,
             "prompt": self.prompt,
         }
 
 
 def problems_of(saved: SavedRun, wanted: str | None, conditions: Sequence[Condition]) -> list[Problem]:
     """The problems of a run's rollout files."""
-    from grpocli.tasks.curriculum import Position, load_problems
-    from grpocli.training.checkpoint import latest, restoring
-
-    checkpoint = latest(saved.path / "checkpoints")
-    with restoring(checkpoint):
-        scores = load_problems(checkpoint) if checkpoint else {}
     if saved.dir.config.exists() and not saved.config:
-        unknown = "which problems rest is unknown, and the first reward counts as the accuracy"
-        print(f"warning: {saved.dir.config} cannot be read: {unknown}", file=sys.stderr)
+        print(f"warning: {saved.dir.config} cannot be read: the first reward counts as the accuracy", file=sys.stderr)
     steps = steps_of(saved, wanted or ":")
     if gone := sorted(set(range(steps[0], steps[-1])) - set(steps)):
         which = ", ".join(map(str, gone[:4])) + (" ..." if gone[4:] else "")
         print(f"warning: rollout files of steps {which} are gone: their samples are not counted", file=sys.stderr)
     rows = matching_rows(saved, steps, conditions, lambda name: name in PROBLEM_COLUMNS or name.startswith("reward/"))
-    found = _problems(rows, saved)
-    woke = {task: Position.of(one).woke for task, one in scores.items() if "position" in one}
-    for problem in found:  # one rests if it is solved in its last group, and since all of its task's were woken
-        least = _task(saved, problem.task).get("no_resampling_pass_rate")
-        solved = isinstance(least, int | float) and problem.last is not None and problem.last >= least
-        problem.resting = solved and problem.step > woke.get(problem.task, 0)
-    return found
+    return _problems(rows, saved)
 
 
 def _problems(rows: Iterable[RolloutRow], saved: SavedRun) -> list[Problem]:
@@ -354,15 +339,13 @@ def show_problems(console: Console, problems: Sequence[Problem], limit: int) -> 
         table.add_column(column, no_wrap=True)
     for column in ("row", "sampled", "pass rate", "last group", "last step"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
     table.add_column("prompt", no_wrap=True, overflow="ellipsis")
     for one in problems[: limit or None]:
         cells = [str(one.row), f"{one.sampled:,}", _share(one.pass_rate), _share(one.last), str(one.step)]
-        table.add_row(*([one_line(one.task)] if tasks else []), *cells, "rests" if one.resting else "", one.prompt)
+        table.add_row(*([one_line(one.task)] if tasks else []), *cells, one.prompt)
     console.print(table)
-    resting = sum(one.resting for one in problems)
     more = f", the first {limit:,} are shown" if 0 < limit < len(problems) else ""
-    console.print(f"{len(problems):,} problems, {resting:,} of them rest{more}", soft_wrap=True)
+    console.print(f"{len(problems):,} problems{more}", soft_wrap=True)
 
 
 def _share(value: float | None) -> str:

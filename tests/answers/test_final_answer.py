@@ -8,7 +8,6 @@ from grpocli.answers.final_answer import answer_expression, final_answer
 from grpocli.library_environments.reasoning_gym import ReasoningGymReward
 from grpocli.rewards.math import Math
 from grpocli.rewards.text_match import ExactMatch, Number
-from grpocli.tasks.generated import CountdownReward
 
 MARKS = [
     ("<think>a 7</think><answer>5</answer>", "5"),
@@ -76,8 +75,4 @@ def test_every_reward_finds_the_same_answer(sample) -> None:
 
 
 def test_every_reward_ignores_the_thinking_part(sample) -> None:
-    thinking = "<think><answer>1+2</answer></think>"
-    reward = CountdownReward()
-    columns = {"numbers": [1, 2], "target": 3}
-    assert reward([sample(thinking, **columns), sample(thinking + "<answer>1+2</answer>", **columns)]) == [0.0, 1.0]
     assert ReasoningGymReward().answer("<think><answer>7</answer></think><answer>5</answer>") == "5"

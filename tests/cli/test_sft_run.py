@@ -55,8 +55,8 @@ def test_passes_over_the_data_set_the_steps(tmp_path: Path, capsys: pytest.Captu
     data = ["task=jsonl", f"task.path={path}", f"task.eval_path={evaluated}", "rollout.prompts_per_step=4"]
     run = build_run(compose(["algorithm=sft", *data]))
     assert [steps_of(epochs, run) for epochs in (1, 2, 0.1)] == [6, 11, 1]
-    mixed = ["task=[arithmetic,countdown]", "task.arithmetic.train_size=30", "task.countdown.train_size=50"]
-    run = build_run(compose(["algorithm=sft", *mixed, "task.countdown.weight=4", "rollout.prompts_per_step=10"]))
+    mixed = ["task=[arithmetic,letter_counting]", "task.arithmetic.train_size=30", "task.letter_counting.train_size=50"]
+    run = build_run(compose(["algorithm=sft", *mixed, "task.letter_counting.weight=4", "rollout.prompts_per_step=10"]))
     assert steps_of(1, run) == 15, "arithmetic has a fifth of the draws"
     with pytest.raises(ConfigError, match="the number of its examples is not known"):
         steps_of(1, build_run(compose(["algorithm=sft", *data, "task.streaming=true"])))

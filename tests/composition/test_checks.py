@@ -88,7 +88,7 @@ BAD = [
     ("reward=[environment]", "reward"),
     ("algorithm=dgpo reward.exact_match.wrong=-1", "reward.exact_match"),
     ("algorithm=sft task=calculator task.environment.name=a:b reward=none", "task.environment.name"),
-    ("algorithm=sft task.order=difficulty", "task.order"),
+    ("task.order=difficulty", "task.difficulty_column"),
     ("eval.every=5 eval.stop_at.metric=pass@8 eval.stop_at.threshold=0.9", "eval.stop_at.metric"),
     ("eval.stop_at.metric=accuracy eval.stop_at.threshold=0.9", "eval.stop_at.metric"),
     # distillation

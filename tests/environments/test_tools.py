@@ -15,7 +15,7 @@ from environments.test_episodes import Alone
 from environments.tool_families import FAMILIES, Family
 
 from grpocli.environments.environment import EnvironmentConfig, environment_of
-from grpocli.environments.tools import read_arguments, refusal, schemas, tools_of
+from grpocli.environments.tools import read_arguments, schemas, tools_of
 from grpocli.errors import ConfigError
 from grpocli.models.tiny import make_tokenizer
 from grpocli.rollout.engine import OnGroup, ignore_group
@@ -387,12 +387,5 @@ def test_the_ready_tools(run, tool: str, argument: str, said: str) -> None:
     assert done.episode.failures[tool] == said.startswith("error: ")
 
 
-FITTING = [{"unit": "m"}, {"limit": None}, {"size": 1}, {"ids": [1, 2]}, {"either": "a"}, {"counts": {"a": 1}}]
-UNFIT = [{"unit": "km"}, {"count": "2"}, {"count": True}, {"count": None}, {"ids": [1, "2"]}, {"either": []}]
-
-
-def test_arguments_have_to_fit_the_type_hints() -> None:
-    found = schemas([f"{TOOLS}:typed"])
-    refused = [bool(refusal({"name": "typed", "arguments": one}, ["typed"], found)) for one in FITTING + UNFIT]
-    assert refused == [False] * len(FITTING) + [True] * len(UNFIT)
+def test_no_arguments_may_be_written_in_several_ways() -> None:
     assert [read_arguments(one) for one in ("", None, "null", "{}")] == [{}] * 4

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import time
-from typing import Literal
 
 
 class Toolbox:
@@ -84,27 +83,3 @@ def untyped(a, b):  # type: ignore[no-untyped-def]
 
 def undocumented(a: int) -> int:
     return a
-
-
-def typed(
-    unit: Literal["m", "s"] = "m",
-    count: int = 1,
-    limit: int | None = None,
-    size: float = 1.0,
-    ids: list[int] = [],  # noqa: B006 - never changed
-    either: int | str = 1,
-    counts: dict[str, int] | None = None,
-) -> str:
-    """
-    Take arguments of many types.
-
-    Args:
-        unit: A choice.
-        count: A whole number.
-        limit: A whole number or nothing.
-        size: A number.
-        ids: Whole numbers.
-        either: A number or a text.
-        counts: Whole numbers by name.
-    """
-    return "ok"

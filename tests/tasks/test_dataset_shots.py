@@ -10,8 +10,6 @@ import pytest
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
-from grpocli.tasks.prompt_source import StreamedPrompts
-from grpocli.tasks.prompts import PromptMaker
 from grpocli.tasks.table import Gsm8k, Jsonl
 
 
@@ -30,24 +28,15 @@ def questions(example: dict[str, Any]) -> list[str]:
     return [part.split("A")[0] for part in example["prompt"].split("\n\n")]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_shots_are_used_neither_for_training_nor_for_evaluation(file: str, streaming: bool) -> None:
-    task = Jsonl(path=file, shots=3, eval_size=2, streaming=streaming)
+def test_shots_are_used_neither_for_training_nor_for_evaluation(file: str) -> None:
+    task = Jsonl(path=file, shots=3, eval_size=2)
     train, held_out = task.examples("train"), task.examples("eval")
     *shown, _ = questions(train[0])
     assert len(set(shown)) == 3
     assert all(questions(one)[:-1] == shown for one in (*train, *held_out))
     assert all(len(questions(one)) == 4 for one in held_out)
     assert not set(shown) & {questions(one)[-1] for one in held_out}
-    if not streaming:
-        assert {questions(one)[-1] for one in (*train, *held_out)} == {f"Q{i}" for i in range(10)} - set(shown)
-
-
-def test_a_stream_skips_its_shots(file: str, plain_tokenizer) -> None:
-    task = Jsonl(path=file, shots=3, eval_size=2, streaming=True)
-    prompts = StreamedPrompts(task.stream, PromptMaker(plain_tokenizer, 100), 6, (0,))
-    drawn = [questions({"prompt": prompts.draw(number, "").text}) for number in range(60)]
-    assert {one[-1] for one in drawn} == {f"Q{i}" for i in range(2, 10)} - set(drawn[0][:-1])
+    assert {questions(one)[-1] for one in (*train, *held_out)} == {f"Q{i}" for i in range(10)} - set(shown)
 
 
 def test_the_seed_chooses_the_shots(file: str) -> None:
@@ -86,14 +75,14 @@ def test_conversations_have_one_system_message(tmp_path: Path) -> None:
     ("settings", "key"),
     [
         ({"shots": -1}, "task.shots"),
+        ({"shots": 1, "streaming": True}, "task.shots"),
         ({"shots": 10}, "task.shots"),
         ({"shots": 1, "shot_template": "{anser}"}, "task.shot_template"),
         ({"shots": 1, "shot_template": "{answer"}, "task.shot_template"),
         ({"shots": 1, "shot_template": "{answer:d}"}, "task.shot_template"),
     ],
 )
-@pytest.mark.parametrize("streaming", [False, True])
-def test_unusable_shots_are_refused(file: str, settings: dict[str, Any], key: str, streaming: bool) -> None:
+def test_unusable_shots_are_refused(file: str, settings: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        Jsonl(path=file, eval_size=2, streaming=streaming, **settings).examples("train")
+        Jsonl(path=file, eval_size=2, **settings).examples("train")
     assert refused.value.key == key

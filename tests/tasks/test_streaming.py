@@ -77,8 +77,8 @@ def test_streaming_does_not_change_the_prompts_of_an_epoch(data, file: Path) -> 
 @pytest.mark.parametrize("buffer", [1, 8, 10, 100])
 def test_a_draw_does_not_depend_on_earlier_draws(file: Path, plain_tokenizer, buffer: int) -> None:
     def made() -> StreamedPrompts:
-        task = Jsonl(path=str(file), eval_path="other", streaming=True)
-        return StreamedPrompts(task.stream, PromptMaker(plain_tokenizer, 10), buffer, (3,))
+        task = Jsonl(path=str(file), eval_path="other", streaming=True, shuffle_buffer=buffer)
+        return StreamedPrompts(task, PromptMaker(plain_tokenizer, 10), 3)
 
     one = made()
     drawn = [str(one.draw(number, "").text) for number in range(3 * N + 5)]

@@ -19,7 +19,6 @@ import torch
 from grpocli.distributed.world import World
 from grpocli.errors import EngineError, EngineGone, RunError, ServiceGone
 from grpocli.hardware import Single
-from grpocli.tasks.curriculum import Curriculum
 from grpocli.training.collector import RolloutBatch
 from grpocli.training.prefetch import Prefetcher
 
@@ -40,7 +39,7 @@ class Collector:
 
     def __init__(self, world: World, event: str, event_at: int) -> None:
         self.world, self.event, self.event_at = world, event, event_at
-        self.draws, self.leftover, self.curriculum = 0, list[Any](), Curriculum()
+        self.draws, self.leftover = 0, list[Any]()
         self.reached = threading.Event()
         self.recovered: list[list[int]] = []
         self.prefetcher: Prefetcher

@@ -70,10 +70,6 @@ def prompt(number: int) -> Prompt:
     return Prompt(str(number), [1], "p")
 
 
-def redraw(number: int, row: int | None) -> Prompt:
-    return prompt(number)
-
-
 def collector_of(sampler: Scripted, *overrides: str, prompts: int = 3) -> Collector:
     return Collector(
         sampler=sampler,  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from composed import built
 from training.recomputed import recomputed
-from training.scripted import FLAT, MIXED, Scripted, collector_of, prompt, redraw
+from training.scripted import FLAT, MIXED, Scripted, collector_of, prompt
 
 from grpocli.errors import RewardError, RunError
 from grpocli.progress import Watch
@@ -108,14 +108,14 @@ def test_leftover_groups_that_do_not_fit_a_changed_config_are_left_out(
     made.collect()
     PrefetchState.of(made).save(tmp_path)
 
-    def load(size: int = 2, rewards: Sequence[str] = ("r",), most: int = 3, drawn: Any = redraw) -> list[Group]:
+    def load(size: int = 2, rewards: Sequence[str] = ("r",), most: int = 3, drawn: Any = prompt) -> list[Group]:
         return load_leftover(tmp_path, drawn, size, rewards, max_groups=most)
 
     assert load() == made.leftover
     assert (len(made.leftover), caplog.text) == (3, "")
     assert load(most=1) == made.leftover[:1]
     assert "2 of 3 leftover groups do not fit" in caplog.text
-    other_seed = load(drawn=lambda number, row: Prompt(str(number), [2], "p"))
+    other_seed = load(drawn=lambda number: Prompt(str(number), [2], "p"))
     assert load(size=4) == load(rewards=["r", "format"]) == other_seed == []
 
 

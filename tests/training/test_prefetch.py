@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from training.scripted import FLAT, MIXED, Scripted, collector_of, prompt, redraw
+from training.scripted import FLAT, MIXED, Scripted, collector_of, prompt
 
 from grpocli.errors import EngineError
 from grpocli.rewards.scorer import ScoreStats
@@ -300,7 +300,7 @@ def test_spans_survive_a_checkpoint_and_a_changed_config_does_not(
     PrefetchState(0, [], ready=(step,)).save(tmp_path)
 
     def load(size: int = 2, wanted: bool = True) -> list[RolloutBatch]:
-        return load_prefetched(tmp_path, redraw, size, ["r"], wanted, is_main=True)
+        return load_prefetched(tmp_path, prompt, size, ["r"], wanted, is_main=True)
 
     assert repr(load()) == repr([step])
     assert caplog.text == ""

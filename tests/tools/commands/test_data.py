@@ -97,9 +97,9 @@ def test_text_of_the_data_cannot_control_the_terminal(tmp_path: Path, capsys) ->
 
 def test_mixtures_show_each_task(capsys) -> None:
     shown = printed(
-        capsys, "task=[arithmetic,countdown]", "rollout.max_prompt_tokens=200", "--rows", "20", "--prompts", "0"
+        capsys, "task=[arithmetic,letter_counting]", "rollout.max_prompt_tokens=200", "--rows", "20", "--prompts", "0"
     )
-    for name in ("arithmetic train", "arithmetic eval", "countdown train", "countdown eval"):
+    for name in ("arithmetic train", "arithmetic eval", "letter_counting train", "letter_counting eval"):
         assert name in shown
     assert "20 of 10,000 read" in shown
 

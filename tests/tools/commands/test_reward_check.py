@@ -11,12 +11,15 @@ LINES = '{"prompt": "1+1", "answer": "2"}\n{"prompt": "x", "answer": "%s"}\n{"pr
 
 @pytest.mark.slow
 def test_agreeing_rewards_are_reported(grpocli) -> None:
-    code, out, err = grpocli("reward-check", "task=[arithmetic,countdown]", "reward=[exact_match,countdown,format]",
-                             "task.arithmetic.rewards=[exact_match]", "task.countdown.rewards=[countdown,format]",
+    code, out, err = grpocli("reward-check", "task=[arithmetic,letter_counting]", "reward=[exact_match,number,format]",
+                             "task.arithmetic.rewards=[exact_match]", "task.letter_counting.rewards=[number,format]",
                              "--examples", "40", "--split", "eval", "--answer", "{answer}")  # fmt: skip
     assert (code, err.splitlines()[0]) == (0, "exact_match scores arithmetic eval ...")
     rows = [line.split() for line in out.splitlines() if "40/40" in line]
-    assert [row[:3] for row in rows][:2] == [["arithmetic", "eval", "exact_match"], ["countdown", "eval", "countdown"]]
+    assert [row[:3] for row in rows][:2] == [
+        ["arithmetic", "eval", "exact_match"],
+        ["letter_counting", "eval", "number"],
+    ]
     assert all(row[3:8] == ["40/40", "40/40", "40/40", "0", "100.00%"] for row in rows[:2])
 
 

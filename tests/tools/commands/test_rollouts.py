@@ -158,7 +158,7 @@ def test_problems_have_their_samples_and_pass_rates(grpocli, tmp_path: Path) -> 
         ["sums", "7", "4", "75.0%", "100.0%", "2", "1+1=?", "[b]now[/b]"],
         ["words", "3", "2", "0.0%", "0.0%", "1", "spell", "it"],
     ]
-    assert out.splitlines()[-1] == "2 problems, 0 of them rest"
+    assert out.splitlines()[-1] == "2 problems"
     assert not {"\x1b", "\u202e"} & set(out)
     _, out, _ = grpocli("rollouts", str(tmp_path), "--problems", "--sort", "pass_rate", "--limit", "1")
     assert [row[:2] for row in cells(out)] == [["words", "3"]]
@@ -167,14 +167,14 @@ def test_problems_have_their_samples_and_pass_rates(grpocli, tmp_path: Path) -> 
     assert cells(out) == [["7", "2", "50.0%", "50.0%", "1", "1+1=?", "[b]now[/b]"]]
 
 
-def test_the_saved_config_names_the_accuracy_reward_and_the_rate_to_rest_at(grpocli, tmp_path: Path) -> None:
+def test_the_saved_config_names_the_accuracy_reward(grpocli, tmp_path: Path) -> None:
     problem_files(tmp_path)
-    tasks = {"_target_": "task/mixture", "sums": {"no_resampling_pass_rate": 1.0}, "words": {"rewards": ["short"]}}
+    tasks = {"_target_": "task/mixture", "sums": {}, "words": {"rewards": ["short"]}}
     (tmp_path / "config.yaml").write_text(json.dumps({"task": tasks, "reward": {"right": {}, "short": {}}}))
     _, out, _ = grpocli("rollouts", str(tmp_path), "--problems")
-    assert [row[:7] for row in cells(out)] == [
-        ["sums", "7", "4", "75.0%", "100.0%", "2", "rests"],
-        ["words", "3", "2", "100.0%", "100.0%", "1", "spell"],
+    assert [row[:6] for row in cells(out)] == [
+        ["sums", "7", "4", "75.0%", "100.0%", "2"],
+        ["words", "3", "2", "100.0%", "100.0%", "1"],
     ]
 
 
@@ -195,5 +195,5 @@ def test_problems_of_a_damaged_run_say_what_is_unknown(grpocli, tmp_path: Path) 
     code, out, err = grpocli("rollouts", str(tmp_path), "--problems")
     assert code == 0
     assert len(cells(out)) == 2
-    assert "config.yaml cannot be read: which problems rest is unknown" in err
+    assert "config.yaml cannot be read: the first reward counts" in err
     assert "rollout files of steps 2 are gone: their samples are not counted" in err

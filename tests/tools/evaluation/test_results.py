@@ -75,7 +75,10 @@ def test_scores_that_measure_no_accuracy_are_doubted(reward: BaseReward, scores:
         (["reward=[format,number]", "eval.reward=format"], []),
         (["reward=[number,format]"], []),
         (["reward=[format,overlong]"], []),
-        (["task=[arithmetic,countdown]", "reward=[format,number]", "task.countdown.rewards=[number]"], ["format"]),
+        (
+            ["task=[arithmetic,letter_counting]", "reward=[format,number]", "task.letter_counting.rewards=[number]"],
+            ["format"],
+        ),
     ],
 )
 def test_a_first_reward_that_does_not_decide_is_doubted(overrides: list[str], doubted: list[str]) -> None:

@@ -445,7 +445,7 @@ def test_the_tracker_counts_live_bytes() -> None:
 @pytest.mark.slow
 def test_episodes_double_the_kv_cache() -> None:
     def cache(*overrides: str) -> float:
-        items = planned("engine=transformers", "task=sliding_puzzle", *overrides).devices[0].items
+        items = planned("engine=transformers", "task=calculator", *overrides).devices[0].items
         return sum(item.generation for item in items if item.name == "KV cache")
 
     assert cache() == 2 * cache("task.environment.turns=1") > 0

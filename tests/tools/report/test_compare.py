@@ -59,7 +59,7 @@ def test_a_table_has_the_differing_keys_and_the_results(sweep: Path, capsys: pyt
     ("key", "values", "comparable"),
     [
         ("eval.problems", (256, 512), False),
-        ("task.second", (None, "countdown"), False),
+        ("task.second", (None, "letter_counting"), False),
         ("task.second.weight", (1, 2), True),
         ("optim.lr", (1, 2), True),
     ],

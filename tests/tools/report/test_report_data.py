@@ -355,7 +355,7 @@ def test_curves_are_the_numbers_of_metrics_jsonl_and_broken_lines_are_noted(tmp_
     assert curves.not_finite == {"kl": [2]}
 
 
-@pytest.mark.parametrize("keys", ["order: difficulty", "order: file", "no_resampling_pass_rate: 0.9"])
+@pytest.mark.parametrize("keys", ["order: difficulty", "order: file"])
 def test_rewards_of_easier_and_harder_problems_are_not_compared(tmp_path: Path, keys: str) -> None:
     lines = [row(step, reward=1 - step / 40) for step in range(1, 41)]
     harder = builder().page([run_folder(tmp_path / "harder", lines, f"task: {{{keys}}}\n")]).runs[0]
