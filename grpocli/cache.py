@@ -6,8 +6,9 @@ import fcntl
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from grpocli.errors import RunError, config_errors
+from grpocli.errors import config_errors
 from grpocli.files import atomic_folder, clear_leftovers, lock
 
 DEADLINE = 600.0
@@ -26,23 +27,19 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
 def cached(name: str, needed: tuple[str, ...], make: Callable[[Path], None]) -> Path:
     """The folder `name` in the cache; `make` writes it if one of the files `needed` is missing.
 
-    Raises ConfigError, naming GRPOCLI_CACHE, if the folder cannot be written, and RunError if another process holds it
-    for longer than DEADLINE.
+    Raises ConfigError, naming GRPOCLI_CACHE, if the folder cannot be written, or if another process holds it for longer
+    than DEADLINE.
     """
     path = cache_dir() / name
     if _whole(path, needed):
         return path
-    hint = "set GRPOCLI_CACHE to a folder that can be written"
-    with config_errors(
-        OSError, says="cannot store files there ({})", key="GRPOCLI_CACHE", value=cache_dir(), hint=hint
-    ):
+    where: dict[str, Any] = {"key": "GRPOCLI_CACHE", "value": cache_dir(), "hint": "set it to another folder that can be written"}
+    waited = f"waited {DEADLINE:.0f} s for another process that is making {path}"
+    with config_errors(OSError, says="cannot store files there ({})", **where):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_name(f".lock-{path.name}").open("w") as file:
-            try:
+            with config_errors(BlockingIOError, says=waited, **where):
                 lock(file, fcntl.LOCK_EX, DEADLINE)
-            except BlockingIOError as error:
-                problem = f"waited {DEADLINE:.0f} s for another process that is making {path}"
-                raise RunError(f"{problem}; stop it, or set GRPOCLI_CACHE to another folder") from error
             if not _whole(path, needed):  # another process may have made it meanwhile
                 clear_leftovers(path.parent, path.name)
                 with atomic_folder(path, replace=True) as folder:

@@ -37,13 +37,8 @@ class ConfigError(GrpoError):
 
     def __init__(self, problem: str, *, key: str = "", value: object = NO_VALUE, hint: str = "") -> None:
         self.problem, self.key, self.value, self.hint = problem, key, value, hint
-        super().__init__(problem)
-        self.cause = str(self)
-
-    def __str__(self) -> str:
-        subject = self.key if self.value is NO_VALUE else f"{self.key}={self.value}"
-        sentence = f"{subject}: {self.problem}" if subject else self.problem
-        return f"{sentence}; {self.hint}" if self.hint else sentence
+        subject = key if value is NO_VALUE else f"{key}={value}"
+        super().__init__(f"{subject}: {problem}" if subject else problem, remedy=hint)
 
     def with_key(self, key: str) -> ConfigError:
         """The same error for another key."""

@@ -159,15 +159,14 @@ def node_of(hardware: Hardware) -> Node | None:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The devices of one machine.
-
-    processes: its trainer processes. train, rollout: GPUs that train and serve, by their names in CUDA_VISIBLE_DEVICES;
-    both empty on a CPU.
-    """
+    """The devices of one machine."""
 
     processes: int
+    """Its trainer processes."""
     train: tuple[str, ...] = ()
+    """GPUs that train, by their names in CUDA_VISIBLE_DEVICES; none on a CPU."""
     rollout: tuple[str, ...] = ()
+    """GPUs that serve."""
 
     @property
     def shared(self) -> bool | None:
@@ -187,9 +186,16 @@ def devices_of(hardware: Hardware, engine: Any) -> Devices:
     """The devices of this machine in a run. Raises ConfigError if it has too few GPUs."""
     gpus = [] if hardware.device == "cpu" else visible_gpus()
     if isinstance(hardware, Multinode):
-        return _of_a_node(hardware, gpus)
+        wanted = hardware.devices_per_node
+        enough = wanted <= len(gpus) or not (gpus or hardware.device == "cuda")
+        require(hardware, "devices_per_node", enough, f"{os.uname().nodename} has {len(gpus)} GPUs for this job")
+        return Devices(wanted, tuple(gpus[:wanted]))
     assert isinstance(hardware, Single)
-    return split(hardware, engine, gpus) if gpus else _on_a_cpu(hardware)
+    if gpus:
+        return split(hardware, engine, gpus)
+    for field in ("train_devices", "rollout_devices"):
+        require(hardware, field, getattr(hardware, field) == "auto", "there is no GPU to choose; leave it at auto")
+    return Devices(hardware.processes or 1)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -257,19 +263,6 @@ def _chosen(hardware: Single, field: str, gpus: Sequence[str]) -> tuple[str, ...
         return tuple(gpus[:value] if field == "train_devices" else gpus[-value:])
     require(hardware, field, {*map(str, value)} <= {*gpus}, problem)
     return tuple(map(str, value))
-
-
-def _on_a_cpu(hardware: Single) -> Devices:
-    for field in ("train_devices", "rollout_devices"):
-        require(hardware, field, getattr(hardware, field) == "auto", "there is no GPU to choose; leave it at auto")
-    return Devices(hardware.processes or 1)
-
-
-def _of_a_node(hardware: Multinode, gpus: Sequence[str]) -> Devices:
-    wanted = hardware.devices_per_node
-    enough = wanted <= len(gpus) or not (gpus or hardware.device == "cuda")
-    require(hardware, "devices_per_node", enough, f"{os.uname().nodename} has {len(gpus)} GPUs for this job")
-    return Devices(wanted, tuple(gpus[:wanted]))
 
 
 def _named(gpus: Sequence[str]) -> str:

@@ -66,17 +66,10 @@ def ask(url: str) -> str:
 
     try:
         httpx.head(url, timeout=httpx.Timeout(CONNECT_SECONDS, read=READ_SECONDS))
-    except (
-        httpx.ConnectError,
-        httpx.ConnectTimeout,
-        httpx.ProxyError,
-        httpx.UnsupportedProtocol,
-        httpx.InvalidURL,
-        ValueError,
-    ) as error:  # of the server or of a proxy
+    except httpx.ReadTimeout:  # the server is there
+        return ""
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # of the server or of a proxy
         return CREDENTIALS.sub("//", str(error)) or type(error).__name__
-    except httpx.HTTPError:
-        pass  # the server is there; the libraries report this problem
     return ""
 
 

@@ -6,12 +6,11 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from grpocli.errors import ConfigError, config_errors
+from grpocli.errors import config_errors
 
 
 @lru_cache
@@ -31,8 +30,4 @@ def load(plugin: EntryPoint) -> Any:
 def hook(name: str) -> Any:
     """What an installed package offers under the name in `grpocli.hooks`; None without such a package."""
     plugin = plugins("grpocli.hooks").get(name)
-    try:
-        return load(plugin) if plugin else None
-    except ConfigError as error:
-        warnings.warn(str(error), stacklevel=2)
-        return None
+    return load(plugin) if plugin else None

@@ -13,7 +13,7 @@ import pytest
 
 from grpocli import cache
 from grpocli.cache import cache_dir, cached
-from grpocli.errors import ConfigError, RunError
+from grpocli.errors import ConfigError
 
 NEEDED = ("a", "b")
 
@@ -84,7 +84,7 @@ def test_waiting_has_a_deadline(cache_folder: Path, monkeypatch: pytest.MonkeyPa
     folder.mkdir(parents=True)
     with (folder / ".lock-x").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        with pytest.raises(RunError, match=r"another process that is making .*models/x"):
+        with pytest.raises(ConfigError, match=r"another process that is making .*models/x"):
             cached("models/x", NEEDED, forbidden)
 
 

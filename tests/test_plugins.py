@@ -11,7 +11,7 @@ import pytest
 from grpocli import cli
 from grpocli.config.user_code import from_user_code
 from grpocli.errors import ConfigError
-from grpocli.plugins import hook, load, plugins
+from grpocli.plugins import load, plugins
 
 
 @pytest.fixture
@@ -32,13 +32,6 @@ def test_a_command_that_cannot_be_loaded_is_one_sentence_and_the_others_work() -
         cli.run(["lost"])
     assert "lost          cannot be loaded" in cli.help_text()
     assert "report        write a page" in cli.help_text()
-
-
-@pytest.mark.usefixtures("broken")
-def test_a_hook_that_cannot_be_loaded_is_a_warning() -> None:
-    with pytest.warns(UserWarning, match="lost"):
-        assert hook("lost") is None
-    assert hook("nobody offers this") is None
 
 
 def test_without_entry_points_a_command_says_how_to_install_them(monkeypatch: pytest.MonkeyPatch) -> None:

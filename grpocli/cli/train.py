@@ -83,10 +83,7 @@ def _run(overrides: list[str], searched: list[str]) -> None:
     config = resume.merged(without_hydra(composed)) if resume else without_hydra(composed)
     run, folder = build_run(config), Path(str(composed.hydra.run.dir)).absolute()
     if resume and (message := _finished(RunDir(folder), run)):
-        from grpocli.publish.push import complete_push
-
         print(clean(message))
-        complete_push(run.hub, RunDir(folder))
         return
     if not resume:
         RunDir(folder).check_free()

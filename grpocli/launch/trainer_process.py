@@ -210,8 +210,6 @@ def finish(trainer: Trainer, job: TrainerJob, results: dict[str, float]) -> None
     progress = recorder.progress_of("model")
     save_model(recorder.run_dir.model, trainer.policy, trainer.tokenizer, dtype, card, trainer.world, progress)
     if main:
-        if trainer.run.hub.push:
-            recorder.run_dir.push_due.touch()
         write_summary(recorder.run_dir.summary, summary)  # written last: it marks the run as finished
         recorder.view.note(f"the final model is in {recorder.run_dir.model}")
     trainer.world.barrier()

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.composition.compose import register_parts
 from grpocli.errors import ConfigError, GrpoError
-from grpocli.files import QuietFileHandler
 from grpocli.hub import PUSH_KEY, check_may_push, hub_api, hub_errors
 from grpocli.plugins import hook
 from grpocli.processes.threads import run_in_thread
@@ -227,24 +226,10 @@ def push_finished(hub: Hub, run_dir: RunDir, view: View) -> None:
         logger.error("the push failed", exc_info=error)
         why = reason(error)
     else:
-        run_dir.push_due.unlink(missing_ok=True)
         logger.info("pushed to %s", pushing.result())
         view.note(f"pushed to {pushing.result()}")
         return
     view.warn(f"not pushed: {why}; the run is whole, push it with: {push_command(run_dir, hub)}")
-
-
-def complete_push(hub: Hub, run_dir: RunDir) -> None:
-    """Push a finished run whose push was interrupted or has failed."""
-    from grpocli.views.live_view import make_view
-
-    if hub.push is None or not run_dir.push_due.exists():
-        return
-    logging.basicConfig(level=logging.INFO, handlers=[QuietFileHandler(run_dir.log, delay=True)])
-    view = make_view()
-    with run_dir.locked():
-        push_finished(hub, run_dir, view)
-    view.stop()
 
 
 def push_command(run_dir: RunDir, hub: Hub) -> str:

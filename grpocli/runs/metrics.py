@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -17,26 +18,22 @@ from grpocli.files import write_atomic
 
 RESERVE = ".reserve"
 RESERVE_BYTES = 1 << 14
+LONGEST = 100_000
+"""The most bytes of an array that is written."""
 
 
+@dataclass(frozen=True, slots=True)
 class MetricsLog:
-    """The file metrics.jsonl. A line is on the disk before `append` returns."""
+    """The file metrics.jsonl. A line is on the disk before `append` returns; a full disk may leave a part of it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add the line of a step. Raises OSError, and leaves the file unchanged, if it cannot be written."""
-        left = json_line(step, metrics).encode()
-        with self.path.open("ab", buffering=0) as file:
-            whole = file.tell()
-            try:
-                while left:
-                    left = left[file.write(left) :]
-                os.fsync(file.fileno())
-            except OSError:
-                os.ftruncate(file.fileno(), whole)
-                raise
+        """Add the line of a step."""
+        with self.path.open("a") as file:
+            file.write(json_line(step, metrics))
+            file.flush()
+            os.fsync(file.fileno())
 
     def amend(self, step: int, more: Mapping[str, Any]) -> None:
         """Add metrics to the line of a step."""
@@ -69,12 +66,10 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int], int]:
     if not path.is_file():
         return [], [], 0
     lines = path.read_bytes().split(b"\n")
-    found = [_parse(line) for line in lines]
-    broken = [
-        n for n, (line, row) in enumerate(zip(lines, found, strict=True), start=1) if line.strip() and row is None
-    ]
+    found = {n: _parse(line) for n, line in enumerate(lines, start=1) if line.strip()}
+    broken = [n for n, row in found.items() if row is None]
     torn = broken.pop() if broken[-1:] == [len(lines)] else 0
-    return [row for row in found if row is not None], broken, torn
+    return [row for row in found.values() if row is not None], broken, torn
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -86,10 +81,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if broken:
         raise ConfigError(f"{path}: line {broken[0]} is not a JSON object with a step; delete that line")
     return rows
-
-
-LONGEST = 100_000
-"""The most bytes of an array that is written."""
 
 
 def to_json(value: Any) -> Any:
@@ -165,8 +156,8 @@ def summary_of(
     incomparable: why `before` and `after` cannot be compared. early: the metric, its value and the threshold of
     `eval.stop_at` that ended the run.
     """
-    summary: dict[str, Any] = {"steps": steps, "seconds": round(seconds, 1)}
-    summary |= {"exit": f"{cause}; {remedy}" if remedy else cause, "exit_kind": kind}
+    end = f"{cause}; {remedy}" if remedy else cause
+    summary: dict[str, Any] = {"steps": steps, "seconds": round(seconds, 1), "exit": end, "exit_kind": kind}
     summary |= {"exit_cause": cause} if kind != "done" else {}
     summary |= {"ended_early": dict(early)} if early else {}
     summary |= {f"{name}_before": value for name, value in before.items()}

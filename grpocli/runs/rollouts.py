@@ -76,8 +76,7 @@ def read_rollouts(path: Path, wanted: Callable[[str], bool] = lambda column: Tru
 
     with _readable(path), pq.ParquetFile(path) as file:  # `read_table` loads pandas
         columns = [column for column in file.schema_arrow.names if wanted(column)]
-        rows: list[dict[str, Any]] = file.read(columns).to_pylist()
-    return rows
+        return list(file.read(columns).to_pylist())
 
 
 def read_schema(path: Path) -> Any:
@@ -126,12 +125,12 @@ def _of_record(record: Record) -> dict[str, Any]:
         "entropies": row.entropy if row else None,
         "ratios": row.ratio if row else None,
         "clipped": None if row is None or row.clipped is None else row.clipped.astype("int8"),
-        "reward": _number(record.reward),
+        "reward": to_json(record.reward),  # null for NaN, because a mean over NaN is NaN
         "advantage": row.advantage if row else None,
         "finish_reason": done.finish_reason,
         "version": done.version,
         "version_spans": done.spans,
-        **{f"reward/{name}": _number(value) for name, value in rollout.rewards.items()},
+        **{f"reward/{name}": to_json(value) for name, value in rollout.rewards.items()},
     }
 
 
@@ -153,18 +152,12 @@ def rollout_schema(rewards: Iterable[str]) -> Any:
     return pa.schema(started | example | written | tokens | numbers | result | version | scores)
 
 
-def _number(value: float) -> float | None:
-    """null for a reward that does not apply, because a mean over NaN is NaN."""
-    return None if math.isnan(value) else value
-
-
 def _messages(messages: Sequence[Message]) -> list[dict[str, str]]:
     """Messages with role and content as text, with calls of tools; `_columns` keeps messages that have more."""
-    return [{"role": _text(m.get("role")), "content": _content(m)} for m in messages]
-
-
-def _content(message: Message) -> str:
-    return _utf8(spoken(message)) if message.get("tool_calls") else _text(message.get("content"))
+    contents = [spoken(one) if one.get("tool_calls") else one.get("content") for one in messages]
+    return [
+        {"role": _text(one.get("role")), "content": _text(text)} for one, text in zip(messages, contents, strict=True)
+    ]
 
 
 def _text(value: Any) -> str:
@@ -176,20 +169,13 @@ def _columns(prompt: Prompt) -> str:
 
     It includes the prompt's messages if they have more than a role and a text.
     """
-    columns = {name: value for name, value in prompt.columns.items() if name != "task_name"}
-    if not isinstance(prompt.text, str) and not all(_is_plain(message) for message in prompt.text):
+    columns = {str(name): value for name, value in prompt.columns.items() if name != "task_name"}
+    if not isinstance(prompt.text, str) and _messages(prompt.text) != prompt.text:
         columns["prompt"] = prompt.text
-    return _utf8(json.dumps({str(name): _short(value) for name, value in columns.items()}, ensure_ascii=False))
-
-
-def _is_plain(message: Mapping[str, Any]) -> bool:
-    return message.keys() == {"role", "content"} and all(isinstance(value, str) for value in message.values())
-
-
-def _short(value: Any) -> Any:
-    """A value in JSON types, or the first LONGEST characters of its JSON."""
-    text = _json(value)
-    return to_json(value) if len(text) <= LONGEST else shorten(text, LONGEST, counted=True)
+    for name, value in columns.items():
+        text = _json(value)
+        columns[name] = to_json(value) if len(text) <= LONGEST else shorten(text, LONGEST, counted=True)
+    return _utf8(json.dumps(columns, ensure_ascii=False))
 
 
 def _json(value: Any) -> str:

@@ -114,11 +114,6 @@ class RunDir:
         """The final model, a Hugging Face folder."""
         return self.path / "model"
 
-    @property
-    def push_due(self) -> Path:
-        """A file that exists from the end of a training until its push to the hub is complete."""
-        return self.path / ".push"
-
     def rollouts(self, step: int) -> Path:
         """The completions that were sampled for a step."""
         return self.path / "rollouts" / f"step_{step:06d}.parquet"
@@ -162,9 +157,6 @@ class RunDir:
         ):
             if any(path.exists() for path in paths):
                 raise ConfigError(f"{problem} choose another folder", key=self.key, value=self.path)
-        for folder in self.path.absolute().parents:
-            if RunDir(folder).config.exists() and RunDir(folder).metrics.exists():
-                raise ConfigError(f"is inside the run {folder}; choose another folder", key=self.key, value=self.path)
 
     def check_writable(self, resuming: bool) -> None:
         """Create the folder and write to it. Raises ConfigError if that fails, or if it holds another run."""
@@ -182,7 +174,7 @@ class RunDir:
 
     def _writing(self) -> AbstractContextManager[None]:
         """Turns an OSError into a ConfigError with the remedy."""
-        hint = "make it writable, or free some space" + (", or choose another folder" if self.key == KEY else "")
+        hint = "make it writable, or free some space"
         return config_errors(OSError, says="cannot be written: {}", key=self.key, value=self.path, hint=hint)
 
     @contextmanager
@@ -243,10 +235,6 @@ class RunDir:
         where, resume = error.filename or self.path, resume_word(self.path)
         if error.errno in FULL:
             return RunError(f"no space left on the disk while writing {where}; free some, then {resume}")
-        if not self.config.exists():
-            return RunError(
-                f"{self.key}={self.path}: the folder was removed or emptied while the run was writing in it"
-            )
         return RunError(f"{where}: {error.strerror or error}; fix that, then {resume}")
 
 

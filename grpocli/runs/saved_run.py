@@ -206,8 +206,10 @@ class SavedRun:
         metric = self.flat.get("eval.stop_at.metric")
         threshold = number(self.flat.get("eval.stop_at.threshold"))
         known = isinstance(metric, str) and threshold is not None
+        early = self.outcome.get("ended_early")
+        reason = early.get("callback") if isinstance(early, Mapping) else None
         by_metric = ended_early(self.outcome, StopAt(metric, threshold)) if known else ""
-        return by_metric or ended_by_callback(self.outcome)
+        return by_metric or (reason if isinstance(reason, str) else "")
 
     @cached_property
     def incomparable(self) -> str:
@@ -222,35 +224,21 @@ def ended_early(summary: Mapping[str, Any], stop_at: StopAt) -> str:
     return stop_at.reason({str(early.get("metric")): early.get("value")}) if isinstance(early, Mapping) else ""
 
 
-def ended_by_callback(summary: Mapping[str, Any]) -> str:
-    """Why a callback ended a run before its last step; empty if none did."""
-    early = summary.get("ended_early")
-    reason = early.get("callback") if isinstance(early, Mapping) else None
-    return reason if isinstance(reason, str) else ""
-
-
 def check_is_run(folder: Path, typed: str) -> None:
     """Raise ConfigError, which suggests a run, unless the folder is a run's. typed: `RUN FOLDER` or `resume=FOLDER`."""
     if not RunDir(folder).config.is_file():
-        problem = (
-            "holds no run of grpocli, there is no config.yaml in it" if folder.is_dir() else "there is no such folder"
-        )
-        raise ConfigError(f"{problem}{suggest_run(folder)}", key=typed)
+        none = "holds no run of grpocli, there is no config.yaml in it"
+        raise ConfigError(f"{none if folder.is_dir() else 'there is no such folder'}{suggest_run(folder)}", key=typed)
 
 
 def suggest_run(folder: Path) -> str:
-    """The end of an error message: a suggestion of a run.
-
-    It is the run that contains the folder, else one below it or of a similar name, else the newest.
-    """
-    near = (path.parent for at in (folder, folder.parent) for path in at.glob("*/config.yaml"))
-    runs = {*run_folders(Path("runs")), *near}
-    names = {name: path for path in runs for name in (str(path), path.name)}
-    below = {path for path in runs if path.is_relative_to(folder)}
-    close = [] if below else [names[name] for name in difflib.get_close_matches(str(folder), names, n=1)]
-    if around := [path for path in folder.parents if RunDir(path).config.is_file()] or close:
-        return f'; did you mean "{around[0]}"?'
-    newest = max(below or runs, key=lambda path: path.stat().st_mtime, default=None)
+    """The end of an error message: the run that contains the folder or has a similar name, else the newest."""
+    found = (*run_folders(Path("runs")), *(path.parent for path in folder.parent.glob("*/config.yaml")))
+    runs = {name: path for path in found for name in (str(path), path.name)}
+    around = [path for path in folder.parents if RunDir(path).config.is_file()]
+    if close := around or [runs[name] for name in difflib.get_close_matches(str(folder), runs, n=1)]:
+        return f'; did you mean "{close[0]}"?'
+    newest = max(runs.values(), key=lambda path: path.stat().st_mtime, default=None)
     return f"; the newest run is {newest}" if newest else "; give the folder of a run"
 
 
@@ -258,15 +246,11 @@ def run_folders(folder: Path) -> Iterator[Path]:
     """The folders of the runs in and below a folder; links are not followed."""
     for here, below, files in os.walk(folder):
         path = Path(here)
-        if _is_run(path, files):
+        begun = (path / ".hydra" / "overrides.yaml").is_file()
+        if begun or ("config.yaml" in files and {"metrics.jsonl", "summary.json"} & {*files}):
             below.clear()  # checkpoints and models are not runs
             yield path
         below[:] = [name for name in below if not name.startswith(".")]
-
-
-def _is_run(path: Path, files: list[str]) -> bool:
-    begun = (path / ".hydra" / "overrides.yaml").is_file()
-    return begun or ("config.yaml" in files and bool({"metrics.jsonl", "summary.json"} & set(files)))
 
 
 def _resumed_choices(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -72,11 +72,12 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class SessionSteps:
-    """The steps `first` to `last` that a session has trained. session: None if it was not recorded."""
+    """The steps `first` to `last` that a session has trained, and its changes."""
 
     first: int
     last: int
-    session: Session | None
+    changes: Changes
+    """Since the session that trained the steps before."""
 
 
 def add_session(run_dir: RunDir, session: Session) -> None:
@@ -106,22 +107,19 @@ def _session(line: str) -> Session | None:
 def steps_by_session(sessions: Sequence[Session], steps: int) -> list[SessionSteps]:
     """The session that trained each of the steps 1 to `steps` of the final model.
 
-    A session without steps in the model (it ended before its first checkpoint) is left out; its changes and damaged
-    checkpoints count for the next one.
+    The changes of a session without steps in the model (it ended before its first checkpoint) count for the next one.
     """
     unrecorded = sessions[0].step if sessions else steps
-    parts = [SessionSteps(1, unrecorded, None)] if unrecorded else []
+    parts = [SessionSteps(1, unrecorded, {})] if unrecorded else []
     ends = [session.step for session in sessions[1:]] + [steps]
-    pending: dict[str, tuple[Any, Any]] = {}
-    fallback: list[str] = []
+    pending: Changes = {}
     for i, session in enumerate(sessions):
         pending = _merged(pending, session.changes)
-        fallback += session.fallback
         last = min(ends[i:])  # a later session may have resumed from an earlier step
         if last > session.step:
-            parts.append(SessionSteps(session.step + 1, last, replace(session, changes=pending, fallback=fallback)))
-            pending, fallback = {}, []
-    return [part for part in parts if part.last >= part.first]
+            parts.append(SessionSteps(session.step + 1, last, pending))
+            pending = {}
+    return parts
 
 
 def accuracy_rewards(config: Mapping[str, Any]) -> set[str]:

@@ -6,7 +6,6 @@ Only the main process calls it, with copies of plain data. An error in it does n
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,40 +31,48 @@ class StopTraining(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """The start of a session. folder: of the run. config: its config.yaml. steps: those to train. done: of earlier
-    sessions."""
+    """The start of a session."""
 
     folder: Path
+    """The run's."""
     config: Mapping[str, Any]
+    """Its config.yaml."""
     steps: int
+    """Those to train."""
     done: int
+    """Those of earlier sessions."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCompletion:
-    """A completion. prompt: text or messages. rewards: by name."""
+    """A completion."""
 
     prompt: Any
+    """Text or messages."""
     completion: str
     rewards: Mapping[str, float]
+    """By name."""
     advantage: float
 
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:
-    """A step that is done. metrics: those of metrics.jsonl. completions: of the first group it trained on."""
+    """A step that is done."""
 
     step: int
     metrics: Mapping[str, Any]
+    """Those of metrics.jsonl."""
     completions: tuple[StepCompletion, ...]
+    """Of the first group it trained on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """An evaluation after `step` steps. metrics: its accuracies, such as `eval/accuracy`."""
+    """An evaluation after `step` steps."""
 
     step: int
     metrics: Mapping[str, Any]
+    """Its accuracies, such as `eval/accuracy`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +85,14 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """The end of a session. outcome: `done`, `stopped` or `failed`. cause: why. model: the final model's folder, if
-    done."""
+    """The end of a session."""
 
     step: int
     outcome: str
+    """`done`, `stopped` or `failed`."""
     cause: str
     model: Path | None
+    """The final model's folder, if done."""
 
 
 class Callback:
@@ -122,8 +130,8 @@ class Callbacks:
     restore: Callable[[], None] = lambda: None
     """Shows what the run did before."""
     warn: Callable[[str], None] = lambda text: None
-    failures: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By callback and method."""
+    failed: set[tuple[str, str]] = field(default_factory=set)
+    """Callbacks and their methods whose failure is shown."""
     stop: str = ""
     """Why a callback ends the run."""
     evaluated: int | None = None
@@ -152,9 +160,6 @@ class Callbacks:
         """Pass on the end, which an error in a callback does not change."""
         self.strict = False
         self._call("on_end", end)
-        for (name, method), count in self.failures.items():
-            if count > 1:
-                self.warn(f"the callback {name} failed {count} times in {method}")
 
     def _call(self, method: str, event: object) -> None:
         for name, callback in self.callbacks:
@@ -168,25 +173,28 @@ class Callbacks:
                 reason = " ".join(str(asked).split()) or "without a reason"
                 self.stop = self.stop or f"the callback {name} ends the run: {reason}"
                 logger.info(self.stop)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - reported; with callbacks_strict it is raised
-                self._failed(name, method, error)
+            except (Exception, SystemExit) as error:
+                problem = f"the callback {name} failed in {method}: {raised(error)}"
+                if self.strict:
+                    raise RunError(problem) from error
+                if (name, method) not in self.failed:
+                    self.failed.add((name, method))
+                    logger.error(problem, exc_info=error)
+                    self.warn(f"{problem}; the run goes on (callbacks_strict=true would end it)")
             finally:
                 self.restore()
-
-    def _failed(self, name: str, method: str, error: BaseException) -> None:
-        """Report the first failure of a method, and count the others."""
-        self.failures[name, method] += 1
-        problem = f"the callback {name} failed in {method}: {raised(error)}"
-        if self.strict:
-            raise RunError(problem) from error
-        if self.failures[name, method] == 1:
-            logger.error(problem, exc_info=error)
-            self.warn(f"{problem}; the run goes on (callbacks_strict=true would end it)")
 
 
 def make_callbacks(specs: Sequence[str]) -> list[tuple[str, Callback]]:
     """The callbacks of FILE.py:CLASS or module:CLASS, with their names. Raises ConfigError for one that is none."""
-    return [(short(spec), _made(spec)) for spec in specs]
+    made = []
+    for spec in specs:
+        make = load(spec, KEY)
+        with config_errors(Exception, SystemExit, says="making it raised {}", why=raised, key=KEY, value=spec):
+            callback = make()
+        _check_class(type(callback), spec)
+        made.append((short(spec), callback))
+    return made
 
 
 def check_callback(spec: str) -> None:
@@ -196,20 +204,12 @@ def check_callback(spec: str) -> None:
         _check_class(found, spec)
 
 
-def _made(spec: str) -> Callback:
-    make = load(spec, KEY)
-    with config_errors(Exception, SystemExit, says="making it raised {}", why=raised, key=KEY, value=spec):
-        callback: Callback = make()
-    _check_class(type(callback), spec)
-    return callback
-
-
 def _check_class(cls: type[Any], spec: str) -> None:
     """Raise ConfigError for another class, and for a method of a name like `on_x` that no run calls."""
     if not issubclass(cls, Callback):
         raise ConfigError(f"{cls.__name__} does not derive from grpocli.Callback", key=KEY, value=spec)
     known = [name for name in vars(Callback) if name.startswith(HOOKS)]
-    for name in dir(cls):
-        if name.startswith(HOOKS) and name not in known and callable(getattr(cls, name)):
+    for name in {*dir(cls)} - {*known}:
+        if name.startswith(HOOKS) and callable(getattr(cls, name)):
             problem = f"a run never calls its method {name}, but {', '.join(known)}{nearest(name, known)}"
             raise ConfigError(problem, key=KEY, value=spec)

@@ -7,7 +7,7 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from grpocli.runs.rollouts import Record, reference_answer, write_rollouts
 from grpocli.text import prompt_text
@@ -44,14 +44,6 @@ STAGES = {
 }
 
 
-class Pushes(Protocol):
-    """Pushes checkpoints while the run goes on."""
-
-    def add(self, step: int) -> None: ...
-
-    def close(self, timeout: float) -> None: ...
-
-
 @dataclass(slots=True)
 class Recorder:
     """Records the metrics, rollouts and stages of a run."""
@@ -81,8 +73,8 @@ class Recorder:
     current_stage: str = ""
     callbacks: Callbacks = field(default_factory=Callbacks)
     """The user's; none in processes other than the main one."""
-    pushes: Pushes | None = None
-    """Pushes checkpoints to the hub; None if the run pushes none."""
+    pushes: Any = None
+    """The `CheckpointPushes` to the hub; None if the run pushes none."""
     begin: Callable[[], None] = lambda: None
     """Called before a step is recorded."""
     saved: int = 0
@@ -146,26 +138,23 @@ class Recorder:
 
     def _tracked(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """The metrics without the values of each problem, which only the run's files have; the tracker gets them."""
-        numbers = numbers_of(metrics)
+        numbers = {name: value for name, value in metrics.items() if not isinstance(value, Mapping)}
         if self.tracker:
             self.tracker.log(numbers, step)
         return numbers
 
     def _warn_of_mismatch(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Warn if the log-probs of sampler and trainer differ: every time in the log, once in the view."""
+        """Warn once if the log-probs of sampler and trainer differ."""
         error, limit = metrics.get("token_mult_prob_error", 1.0), MISMATCH_LIMITS[self.dtype]
         explained = self.mismatch_expected or metrics.get("staleness/max", 0) > 0  # the weights differ, too
-        if error <= limit or explained:
-            return
-        logger.warning("step %d: token_mult_prob_error is %.4f, above %s", step, error, limit)
-        self.warn_once(
-            {
-                "mismatch": f"step {step}: token_mult_prob_error is {error:.3f}, above {limit}: the sampler and the "
-                "trainer give the same tokens different probabilities. model.dtype=float32 shows whether it is "
-                "rounding; algorithm/correction=token_truncate corrects for it"
-            },
-            log=False,
-        )
+        if error > limit and not explained:
+            text = (
+                f"token_mult_prob_error is {error:.3f}, above {limit}: the sampler and the trainer give the same tokens"
+            )
+            remedy = (
+                "model.dtype=float32 shows whether it is rounding; algorithm/correction=token_truncate corrects for it"
+            )
+            self.warn_once({"mismatch": f"step {step}: {text} different probabilities. {remedy}"})
 
     def _warn_of_no_signal(self, step: int, metrics: Mapping[str, Any], has_signal: bool) -> None:
         """Warn once, with the likely cause, if the loss had no token or all advantages were 0 for NO_SIGNAL steps."""
@@ -174,27 +163,23 @@ class Recorder:
         self.without_signal = 0 if has_signal else self.without_signal + 1
         if self.without_signal < NO_SIGNAL:
             return
-        cut = metrics.get("completions/clipped_ratio", 0.0)
-        spreads = [value for name, value in metrics.items() if name.startswith("rewards/") and name.endswith("/std")]
-        if cut > 0.9:
+        if (cut := metrics.get("completions/clipped_ratio", 0.0)) > 0.9:
             cause = f"{cut:.0%} of the completions are cut off: raise rollout.max_completion_tokens"
-        elif not any(spreads):
-            cause = (
-                f"every completion has the reward {metrics['reward']:g}: look at them with grpocli rollouts "
-                f"{shlex.quote(str(self.run_dir.path))}, and choose another reward, or harder or easier problems"
-            )
         else:
-            cause = "the rewards of each group are equal: choose harder or easier problems, or raise rollout.group_size"
+            look = f"look at them with grpocli rollouts {shlex.quote(str(self.run_dir.path))}"
+            cause = (
+                f"the completions of each group have equal rewards: {look}, and choose another reward, or harder or "
+            )
+            cause += "easier problems, or raise rollout.group_size"
         text = f"nothing is learned: {NO_SIGNAL} steps in a row have no training signal; {cause}"
         self.warn_once({"no signal": f"step {step}: {text}"})
 
-    def warn_once(self, warnings: Mapping[str, str], log: bool = True) -> None:
-        """Show the first warning of each kind. log: and log it."""
+    def warn_once(self, warnings: Mapping[str, str]) -> None:
+        """Show and log the first warning of each kind."""
         for kind, text in warnings.items():
             if kind not in self.shown_warnings:
                 self.shown_warnings.add(kind)
-                if log:
-                    logger.warning("%s", text)
+                logger.warning("%s", text)
                 self.view.warn(text)
 
     def _sample(self, group: Group, advantages: list[float]) -> None:
@@ -208,20 +193,13 @@ class Recorder:
 
     def amend(self, step: int, results: Mapping[str, float]) -> None:
         """Add the results of an evaluation that a resume repeated to the metrics of its step."""
-        self.step_started = time.perf_counter()
-        if self.metrics is None:
-            return
-        self.metrics.amend(step, results)
-        results = self._tracked(step, results)
-        self.last |= results
-        self.callbacks.after_evaluation(step, results)
+        if self.metrics is not None:
+            self.metrics.amend(step, results)
+        self.last |= self._evaluated(step, results)
 
     def evaluated(self, step: int, results: Mapping[str, float]) -> None:
         """Show and track an evaluation before the first step or after the last."""
-        self.step_started = time.perf_counter()
-        if self.metrics is None or not results:
-            return
-        results = self._tracked(step, results)
+        results = self._evaluated(step, results)
         if "eval/accuracy" in results:
             self.view.note(
                 f"held-out accuracy after {step} steps: {results['eval/accuracy']:.3f} at temperature 1, "
@@ -232,7 +210,15 @@ class Recorder:
                 f"held-out answers after {step} steps: loss {results['eval/loss']:.3f} a token, "
                 f"{results['eval/token_accuracy']:.3f} of their tokens are the most probable ones"
             )
+
+    def _evaluated(self, step: int, results: Mapping[str, float]) -> dict[str, Any]:
+        """Pass on the results of an evaluation, whose time is no step's; empty in processes other than the main one."""
+        self.step_started = time.perf_counter()
+        if self.metrics is None or not results:
+            return {}
+        results = self._tracked(step, results)
         self.callbacks.after_evaluation(step, results)
+        return results
 
     def checkpointed(self, step: int) -> None:
         """Pass on that the checkpoint after `step` is whole."""
@@ -258,11 +244,6 @@ class Recorder:
         if self.tracker:
             self.tracker.finish()
         self.view.stop()
-
-
-def numbers_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics without the values of each problem, which only the run's files have."""
-    return {name: value for name, value in metrics.items() if not isinstance(value, Mapping)}
 
 
 def _completions(groups: Sequence[Group], advantages_PG: Tensor) -> list[StepCompletion]:

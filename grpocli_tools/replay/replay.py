@@ -195,10 +195,9 @@ def config_spans(saved: SavedRun) -> list[ConfigSpan]:
             spans[0] = part.first, *spans[0][1:]
         else:
             spans.insert(0, (part.first, part.last, dict(earlier)))
-        changes = part.session.changes if part.session else {}
         earlier |= {
             key: old
-            for key, (old, _) in changes.items()
+            for key, (old, _) in part.changes.items()
             if not any(f"{key}.".startswith(f"{one}.") for one in HARMLESS)
         }
     return spans or [(1, ENDLESS, {})]

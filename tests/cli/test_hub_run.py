@@ -61,27 +61,6 @@ def test_a_failed_push_costs_a_run_nothing(hub: StandInHub, tmp_path: Path, grpo
     assert "model.safetensors" in (hub.repos["me/new"].files("main") or {})
 
 
-def test_a_resume_completes_a_push_that_was_cut_off(
-    hub: StandInHub, monkeypatch: pytest.MonkeyPatch, grpocli: Grpocli
-) -> None:
-    def killed(*_: object) -> None:
-        raise SystemExit(9)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("grpocli.launch.run.push_finished", killed)
-        assert run_here("train", *RUN, "train.steps=1", "hub.push=me/new", "hydra.run.dir=one") != 0
-    assert "me/new" not in hub.repos or "model.safetensors" not in (hub.repos["me/new"].files("main") or {})
-    hub.refuse["/api/models/me/new/commit"] = 400
-    code, out, err = grpocli("train", "resume=one")
-    assert (code, "is finished after 1 steps" in out, "warning: not pushed" in out) == (0, True, True), err
-    hub.refuse.clear()
-    assert run_here("train", "resume=one") == 0
-    assert "model.safetensors" in (hub.repos["me/new"].files("main") or {})
-    hub.requests.clear()
-    assert run_here("train", "resume=one") == 0
-    assert hub.requests == [], "it is complete"
-
-
 def test_a_run_that_may_not_be_pushed_does_not_begin(
     hub: StandInHub, monkeypatch: pytest.MonkeyPatch, grpocli: Grpocli
 ) -> None:

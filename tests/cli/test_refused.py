@@ -120,8 +120,3 @@ def test_a_folder_with_files_that_a_run_would_overwrite_is_refused(tmp_path: Pat
     (tmp_path / name).write_text("mine")
     with pytest.raises(ConfigError, match="has files that the run would overwrite"):
         RunDir(tmp_path).check_free()
-
-
-def test_a_folder_inside_a_run_is_refused(run: RunDir) -> None:
-    with pytest.raises(ConfigError, match=f"is inside the run {run.path}"):
-        RunDir(run.checkpoints).check_free()

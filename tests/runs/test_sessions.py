@@ -40,7 +40,7 @@ def test_each_session_has_its_steps(kind: str, tmp_path: Path) -> None:
     for step, changes in started:
         add_session(run, Session.now(step, changes))
     found = steps_by_session(SavedRun(tmp_path).sessions, 60)
-    assert [(one.first, one.last, one.session.changes if one.session else {}) for one in found] == trained
+    assert [(one.first, one.last, one.changes) for one in found] == trained
 
 
 @pytest.mark.parametrize(

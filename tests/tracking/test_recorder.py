@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,16 +53,14 @@ def step(recorder: Recorder, number: int, metrics: dict[str, Any], advantage: fl
 
 
 @pytest.mark.parametrize(("dtype", "limit", "above"), [("float32", 1.02, 1.021), ("bfloat16", 1.1, 1.101)])
-def test_a_mismatch_beyond_rounding_is_shown_once_and_logged_every_time(
-    made: Callable[..., Made], caplog: pytest.LogCaptureFixture, dtype: str, limit: float, above: float
+def test_a_mismatch_beyond_rounding_is_shown_once(
+    made: Callable[..., Made], dtype: str, limit: float, above: float
 ) -> None:
     recorder, view = made(dtype=dtype)
-    with caplog.at_level(logging.WARNING):
-        for number, error in enumerate([1.0, limit, above, 1.5], start=1):
-            step(recorder, number, {"token_mult_prob_error": error})
+    for number, error in enumerate([1.0, limit, above, 1.5], start=1):
+        step(recorder, number, {"token_mult_prob_error": error})
     assert len(view.warnings) == 1
     assert f"step 3: token_mult_prob_error is {above:.3f}, above {limit}" in view.warnings[0]
-    assert len(caplog.records) == 2
 
 
 @pytest.mark.parametrize(
@@ -98,7 +95,6 @@ def test_a_step_without_rows_to_train_on_gives_a_warning(made: Callable[..., Mad
         ({"completions/clipped_ratio": 1.0}, 0.0, False, "rollout.max_completion_tokens"),
         ({"completions/clipped_ratio": 1.0, "tokens/trained": 0}, 1.0, False, "rollout.max_completion_tokens"),
         ({"rewards/math/std": 0.0}, 0.0, False, "/a run', and choose another reward"),
-        ({"rewards/math/std": 0.5}, 0.0, False, "rollout.group_size"),
         ({"rewards/math/std": 0.0}, 1.0, False, ""),
         ({"rewards/math/std": 0.0}, 0.0, True, ""),
     ],

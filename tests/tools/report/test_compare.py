@@ -108,7 +108,7 @@ def test_a_folder_that_is_not_a_run_gets_a_suggestion(tmp_path: Path, monkeypatc
         "runs/day/lat": 'there is no such folder; did you mean "runs/day/late"?',
         "late": 'there is no such folder; did you mean "runs/day/late"?',
         "xyz": "there is no such folder; the newest run is runs/day/late",
-        "runs/other": "holds no run of grpocli, there is no config.yaml in it; the newest run is runs/other/one",
+        "runs/other": 'there is no config.yaml in it; did you mean "runs/other/one"?',
         "runs/day/early/model": 'there is no config.yaml in it; did you mean "runs/day/early"?',
     }.items():
         with pytest.raises(ConfigError, match=f"{re.escape(said)}$"):
