@@ -33,7 +33,7 @@ def cached(name: str, needed: tuple[str, ...], make: Callable[[Path], None]) -> 
     path = cache_dir() / name
     if _whole(path, needed):
         return path
-    where: dict[str, Any] = {"key": "GRPOCLI_CACHE", "value": cache_dir(), "hint": "set it to another folder that can be written"}
+    where: dict[str, Any] = {"key": "GRPOCLI_CACHE", "value": cache_dir(), "hint": "set it to another folder"}
     waited = f"waited {DEADLINE:.0f} s for another process that is making {path}"
     with config_errors(OSError, says="cannot store files there ({})", **where):
         path.parent.mkdir(parents=True, exist_ok=True)
