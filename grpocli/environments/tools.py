@@ -16,7 +16,7 @@ from contextlib import closing
 from functools import lru_cache
 from typing import Any
 
-from grpocli.config.user_code import load, raised
+from grpocli.config.user_code import load
 from grpocli.environments.calculator import value_of
 from grpocli.environments.environment import TOOL_SCHEMAS, TOOLS, TOOLS_KEY, WORKER, EnvironmentConfig
 from grpocli.errors import ConfigError
@@ -134,9 +134,9 @@ def answer_to(call: Mapping[str, Any], names: Collection[str], content: Any, fai
 
 
 def schemas(specs: Sequence[str]) -> list[Schema]:
-    """The schemas of tools. Raises ValueError if a function cannot be a tool, SandboxError if no sandbox holds.
+    """The schemas of tools. Runs in a worker process.
 
-    Runs in a worker process.
+    Raises an error of transformers if a function cannot be a tool, SandboxError if no sandbox holds.
     """
     if {"python", READY["python"]} & set(specs):
         sandbox()
@@ -172,15 +172,7 @@ def _function(tool: str) -> Callable[..., Any]:
 def _schema(tool: str) -> Schema:
     from transformers.utils.chat_template_utils import get_json_schema
 
-    function = _function(tool)
-    if isinstance(function, type):
-        raise ValueError(f"{tool} is a class; a tool is a function")
-    try:
-        schema: Schema = get_json_schema(function)
-        json.dumps(schema)
-    except Exception as error:
-        problem = f"{tool} needs type hints and a docstring that describes its arguments"
-        raise ValueError(f"{problem}: {raised(error)}") from error
+    schema: Schema = get_json_schema(_function(tool))
     return schema
 
 

@@ -80,7 +80,6 @@ def _messages(observation: Any) -> list[Message]:
             raise ValueError(f"step observed {message!r}; a message has a text `content`, and a `role` of {roles}")
     if (length := sum(len(message["content"]) for message in messages)) > LONGEST:
         raise ValueError(f"step observed {length:,} characters; at most {LONGEST:,} are allowed")
-    _need_json(messages, "step observed a value that")
     return [{**message, "content": encodable(message["content"])} for message in messages]
 
 
@@ -95,12 +94,4 @@ def _rewards(reward: Any, method: str = "step") -> dict[str, float]:
 def _state(metadata: Any) -> dict[str, Any]:
     if not isinstance(metadata, dict):
         raise ValueError(f"its metadata is {metadata!r}, not a dict")
-    _need_json(metadata, "its metadata")
     return metadata
-
-
-def _need_json(value: Any, what: str) -> None:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{what} is not JSON: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import field, replace
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -142,11 +142,12 @@ class OpenEnv:
         session = self._sessions.get(metadata["session"])
         if session is None:
             raise ValueError("its worker process ended, and with it the session")
-        try:
-            return (self._call_tools if self._tools else self._act)(session, messages[-1], metadata)
-        except Exception:
-            self._close(metadata)
-            raise
+        with ExitStack() as over:
+            over.callback(self._close, metadata)
+            step = (self._call_tools if self._tools else self._act)(session, messages[-1], metadata)
+            if not step.done:
+                over.pop_all()
+        return step
 
     def _act(self, session: GenericEnvClient, turn: Message, metadata: dict[str, Any]) -> Step:
         """Send a turn as an action."""
@@ -158,8 +159,6 @@ class OpenEnv:
                 raise
             said = "the action does not fit the server's schema" if isinstance(error, RuntimeError) else error
             return Step([{"role": "user", "content": f"error: {said}"}], 0.0, False, metadata)
-        if result.done:
-            self._close(metadata)
         shown: list[Message] = [{"role": "user", "content": self._text(result.observation)}]
         return Step([] if result.done else shown, result.reward or 0.0, bool(result.done), metadata)
 
@@ -178,8 +177,6 @@ class OpenEnv:
                 content, failed = read_result(result.observation)
                 total, done = total + (result.reward or 0.0), bool(result.done)
             answers.append(answer_to(call, self._tools, content, failed))
-        if done:
-            self._close(metadata)
         return Step(answers, total, done, metadata)
 
     def tools(self) -> list[Schema]:

@@ -543,9 +543,8 @@ def load_env(taskset: str, config: dict[str, Any], env: str) -> Env[Any]:
     """The environment of a taskset, whose roles are all played by our harness in this process.
 
     taskset: the name of an installed package, or the path of a folder or a .py file.
-    Raises ValueError if it has several roles, of which only one could be trained, or a config with wrong keys.
+    Raises ValueError if it has several roles, of which only one could be trained, or pydantic's for wrong keys.
     """
-    from pydantic import ValidationError
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config
 
@@ -557,13 +556,7 @@ def load_env(taskset: str, config: dict[str, Any], env: str) -> Env[Any]:
     role = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
     interception = {"type": "elastic"}  # a server holds at most 1,000 waiting requests
     given = {"id": env, "taskset": {**config, "id": name}, "interception": interception, roles[0]: role}
-    try:
-        resolved = resolve_env_config(given)
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = ".".join(map(str, problem["loc"])).replace("taskset.", "task.config.", 1)
-        raise ValueError(f"{where}={problem['input']!r:.60}: {problem['msg']}") from error
-    return load_environment(resolved)
+    return load_environment(resolve_env_config(given))
 
 
 def messages_of(data: TaskData) -> list[dict[str, Any]]:

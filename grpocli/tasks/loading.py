@@ -27,7 +27,6 @@ READERS = {
     ".csv": "csv",
     ".parquet": "parquet",
     ".arrow": "arrow",
-    ".tar": "webdataset",
 }
 """The kind of a file, as the datasets library names it."""
 COMPRESSED = (".gz", ".bz2", ".xz")
@@ -104,29 +103,22 @@ def open_rows(
     if kind in ("json", "csv"):
         return RowSource(lambda start: islice(_text_rows(kind, files, key, options), start, None))
     from datasets import load_dataset
-    from fsspec import open_local
 
-    archive = kind == "webdataset"
     with readable(path, key):
-        if archive and is_remote(path):  # the library does not stream these from everywhere
-            protocol = path.partition("://")[0]
-            files = open_local([f"simplecache::{file}" for file in files], **{protocol: options})
         stored = {"storage_options": options} if options else {}
         dataset = load_dataset(kind, data_files=files, split="train", streaming=streaming, **stored)
-    return _dataset_rows(dataset, path, key, archive)
+    return _dataset_rows(dataset, path, key)
 
 
-def _dataset_rows(dataset: Any, path: str, key: str, samples: bool = False) -> RowSource:
-    """The rows of a dataset of the datasets library. samples: it is a webdataset, whose rows are samples of files."""
+def _dataset_rows(dataset: Any, path: str, key: str) -> RowSource:
+    """The rows of a dataset of the datasets library."""
+    from datasets import Dataset
 
     def read(start: int) -> Iterator[Row]:
         with readable(path, key):
-            rows = dataset.skip(start)
-            yield from map(_sample_row, rows) if samples else rows
+            yield from dataset.skip(start)
 
-    from datasets import Dataset
-
-    return RowSource(read, dataset if isinstance(dataset, Dataset) and not samples else None)
+    return RowSource(read, dataset if isinstance(dataset, Dataset) else None)
 
 
 def _text_rows(kind: str, files: Sequence[str], key: str, options: Mapping[str, Any]) -> Iterator[Row]:
@@ -174,13 +166,10 @@ def _csv(lines: IO[str]) -> Iterator[tuple[Row, int]]:
     """
     csv.field_size_limit(sys.maxsize)
     reader = csv.DictReader(lines, strict=True)
-    try:
-        for row in reader:
-            if None in row:
-                raise csv.Error("it has more cells than there are columns")
-            yield {name: cell or None for name, cell in row.items() if name}, reader.line_num
-    except csv.Error as error:
-        raise ValueError(f"line {reader.line_num} is not CSV ({error}); repair or remove it") from None
+    for row in reader:
+        if None in row:
+            raise ValueError(f"line {reader.line_num} has more cells than there are columns")
+        yield {name: cell or None for name, cell in row.items() if name}, reader.line_num
 
 
 @contextmanager
@@ -296,13 +285,6 @@ def _from_hub(path: str, name: str | None, split: str, key: str, streaming: bool
         from datasets import load_dataset
 
         return load_dataset(path, name, split=split, streaming=streaming)
-
-
-def _sample_row(sample: Row) -> Row:
-    """The row of a sample of a webdataset: the keys of its .json file, and its other files."""
-    row = {column: value for column, value in sample.items() if column not in ("__key__", "__url__")}
-    inner = row.pop("json", {})
-    return {**inner, **row} if isinstance(inner, dict) else {**row, "json": inner}
 
 
 def with_columns(row: Row, columns: Sequence[str]) -> Row:

@@ -40,11 +40,6 @@ WRITTEN = re.compile(
     re.DOTALL,
 )
 """Begins messages, or an object with them, that are written as text."""
-TURN = re.compile(
-    r"\s*(?:<[^<>\s]+>\s*|\[gMASK\])*?"
-    r"(<\|(?:im_start|start_header_id|user|system|start)\|>|<start_of_turn>|<｜User｜>|\[INST\])"
-)
-"""Begins text that a chat template wrote, maybe after the token that begins every text."""
 QUIET: dict[str, Any] = {"return_attention_mask": False, "verbose": False}  # lengths are checked below
 TARGET_KEY = "task.target_template"
 PARTS = ("content", "reasoning_content", "thinking", "tool_calls")
@@ -330,11 +325,10 @@ class Targets:
         parts = [part for part in PARTS if turn.get(part)]
         for part in parts if parts != ["content"] else []:
             without = {name: value for name, value in turn.items() if name != part}
-            try:
-                written = self._answered(prompt, {"content": "", **without}, where) != whole
-            except ConfigError:  # the template needs the part
-                written = True
-            if not written:
+            written = ""
+            with suppress(ConfigError):  # the template needs the part
+                written = self._answered(prompt, {"content": "", **without}, where)
+            if written == whole:
                 problem = f"its chat template does not write the {part} of the answer of {where}"
                 hint = "remove it from the data, or give model.chat_template=FILE"
                 raise ConfigError(problem, key="model", hint=hint)

@@ -36,7 +36,7 @@ from grpocli.tasks.loading import (
     with_columns,
 )
 from grpocli.tasks.order import permutation
-from grpocli.tasks.prompts import TURN, fill, in_messages, settle_last_turn, text_hash, text_of
+from grpocli.tasks.prompts import fill, in_messages, settle_last_turn, text_hash, text_of
 from grpocli.tasks.task import BaseTask
 from grpocli.types import Message, Text
 
@@ -54,7 +54,7 @@ SHOTS = 1
 
 @part("task", "jsonl")
 class Jsonl(BaseTask):
-    """Examples from .jsonl, .json, .csv, .parquet, .arrow or .tar (webdataset) files, or from the hub."""
+    """Examples from .jsonl, .json, .csv, .parquet or .arrow files, or from the hub."""
 
     path: str = MISSING
     """A file, a folder of files, either also at an address (s3://BUCKET/FOLDER, https://HOST/FILE.jsonl), or the name
@@ -404,10 +404,6 @@ class RowConverter:
         filled = row[self.task.prompt_column] if template is None else fill(template, row, where, TEMPLATE)
         prompt = in_messages(filled, where)
         if isinstance(prompt, str) and prompt.strip():
-            if self.task.format != "plain" and template is None and (turn := TURN.match(prompt)):
-                problem = f"{where} is already written by a chat template ({turn[1]})"
-                hint = "give its messages, or choose plain, and it stays as it is"
-                raise ConfigError(problem, key="task.format", value=self.task.format, hint=hint)
             return self._from_text(prompt)
         if isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt):
             return self._from_messages(prompt, where)

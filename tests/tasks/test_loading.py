@@ -7,7 +7,6 @@ import gzip
 import http.server
 import io
 import json
-import tarfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -92,8 +91,8 @@ def test_a_folders_files_are_chosen_by_split(
         ("a.jsonl", "\n\n", "it is empty"),
         ("a.json", "[]", "it is empty"),
         ("a.csv", "", "it is empty"),
-        ("a.csv", "q,a\n1,2\n1,2,3,4\n", "line 3 is not CSV .*more cells"),
-        ("a.csv", 'q,a\n"1,2\n', r"line 1 is not CSV \(unexpected end of data\)"),
+        ("a.csv", "q,a\n1,2\n1,2,3,4\n", "line 3 has more cells"),
+        ("a.csv", 'q,a\n"1,2\n', "unexpected end of data"),
         ("a.jsonl", b'\n{"a": "\xff"}', "cannot be read: 'utf-8'"),
         ("a.csv", '{"a": 1}\n'.encode("utf-16"), "cannot be read: 'utf-8'"),
         ("a.parquet", "no parquet", "cannot be read"),
@@ -141,33 +140,22 @@ def content(kind: str) -> bytes:
     table, out = pa.Table.from_pylist(ROWS), io.BytesIO()
     if kind == "jsonl":
         return jsonl(ROWS)
-    if kind in ("csv", "parquet"):
-        {"csv": csv.write_csv, "parquet": parquet.write_table}[kind](table, out)
-    elif kind == "arrow":
+    if kind == "arrow":
         with pa.ipc.new_stream(out, table.schema) as writer:
             writer.write_table(table)
     else:
-        with tarfile.open(fileobj=out, mode="w") as archive:
-            for number, row in enumerate(ROWS):
-                for suffix, text in (("json", json.dumps({"prompt": row["prompt"]})), ("answer", row["answer"])):
-                    member = tarfile.TarInfo(f"{number:03}.{suffix}")
-                    member.size = len(text)
-                    archive.addfile(member, io.BytesIO(text.encode()))
+        {"csv": csv.write_csv, "parquet": parquet.write_table}[kind](table, out)
     return out.getvalue()
 
 
-def plain(rows: Any) -> list[dict[str, Any]]:
-    return [{k: v.decode() if isinstance(v, bytes) else v for k, v in row.items()} for row in rows]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["arrow", "parquet", "tar"])
+@pytest.mark.parametrize("kind", ["arrow", "parquet"])
 @READERS
 def test_files_of_the_datasets_library_are_read(load: Any, kind: str, tmp_path: Path, cache_folder: Path) -> None:
     (tmp_path / f"train.{kind}").write_bytes(content(kind))
     table = load(str(tmp_path), None, "train", "task.path")
-    assert plain(table.rows) == ROWS
-    assert sorted(table.columns) == ["answer", "prompt"]
+    assert list(table.rows) == ROWS
+    assert table.columns == ["prompt", "answer"]
 
 
 @pytest.mark.slow
@@ -184,58 +172,31 @@ def test_folders_of_save_to_disk_are_read(load: Any, tmp_path: Path, cache_folde
         load(str(tmp_path / "two"), None, "tets", "task.path")
 
 
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[Any]:
-    """A bucket of a server that answers as S3 does; `put(name, bytes)` writes into it."""
-    pytest.importorskip("s3fs")
-    moto = pytest.importorskip("moto.server")
-    import boto3
+def put(name: str, body: bytes) -> None:
+    """Write a file of the file system memory://, which fsspec opens as it does s3:// and others."""
+    import fsspec
 
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {
-            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-            "AWS_ACCESS_KEY_ID": "test",
-            "AWS_SECRET_ACCESS_KEY": "secret-of-test",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }.items():
-            patch.setenv(name, value)
-        client = boto3.client("s3")
-        client.create_bucket(Bucket="data")
-        yield lambda name, body: client.put_object(Bucket="data", Key=name, Body=body)
-        import s3fs
-
-        s3fs.S3FileSystem.clear_instance_cache()
-    server.stop()
+    with fsspec.open(f"memory://{name}", "wb") as file:
+        file.write(body)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "tar"])
-def test_every_kind_of_file_is_read_from_s3(bucket: Any, kind: str, cache_folder: Path) -> None:
-    bucket(f"{kind}/train.{kind}", content(kind))
-    bucket(f"{kind}/test.{kind}", content(kind))
-    assert plain(load_table(f"s3://data/{kind}/train.{kind}", None, "train").rows) == ROWS
-    assert plain(load_table(f"s3://data/{kind}", None, "test").rows) == ROWS
-    assert plain(load_streamed(f"s3://data/{kind}", None, "train", "task.path").rows) == ROWS
-    if kind in ("jsonl", "parquet"):  # nothing is kept between starts, which are processes
-        import s3fs
-
-        s3fs.S3FileSystem.clear_instance_cache()
-        bucket(f"{kind}/train.{kind}", content(kind).replace(b"11+11", b"00+00"))
-        assert load_table(f"s3://data/{kind}/train.{kind}", None, "train").rows[11]["prompt"] == "00+00="
+@pytest.mark.parametrize("kind", ["jsonl", "csv", pytest.param("parquet", marks=pytest.mark.slow)])
+def test_files_and_folders_at_an_address_are_read(kind: str, cache_folder: Path) -> None:
+    for split in ("train", "test"):
+        put(f"{kind}/{split}.{kind}", content(kind))
+    assert list(load_table(f"memory://{kind}/train.{kind}", None, "train").rows) == ROWS
+    assert list(load_table(f"memory://{kind}", None, "test").rows) == ROWS
 
 
-@pytest.mark.slow
-def test_errors_name_the_address_and_the_line(bucket: Any, cache_folder: Path) -> None:
-    bucket("bad/train.jsonl", b'{"a": 1}\n{"a": \n')
-    with pytest.raises(ConfigError, match=r"task.path=s3://data/bad/train.jsonl: cannot be read: line 2 is not JSON"):
-        load_table("s3://data/bad/train.jsonl", None, "train")
-    with pytest.raises(ConfigError, match="there is no such file or folder"):
-        load_table("s3://data/absent.jsonl", None, "train")
-    with pytest.raises(ConfigError, match=r"has no dev.jsonl or other file of that name; found train.jsonl"):
-        load_table("s3://data/bad", None, "dev")
+def test_errors_name_the_address_and_the_line() -> None:
+    put("bad/train.jsonl", b'{"a": 1}\n{"a": \n')
+    for path, split, said in (
+        ("bad/train.jsonl", "train", r"=memory://bad/train.jsonl: cannot be read: line 2 is not JSON"),
+        ("absent.jsonl", "train", "there is no such file or folder"),
+        ("bad", "dev", r"has no dev.jsonl or other file of that name; found train.jsonl"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load_table(f"memory://{path}", None, split)
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -266,15 +227,10 @@ def test_files_are_read_over_http(load: Any, site: str, tmp_path: Path, cache_fo
     assert "secret" not in str(refused.value)
 
 
-def test_a_stream_begins_at_any_row(cache_folder: Path) -> None:
-    import fsspec
-
-    with fsspec.open("memory://folder/train-1.jsonl", "wb") as file:
-        file.write(jsonl(ROWS[:5]))
-    with fsspec.open("memory://folder/train-2.jsonl", "wb") as file:
-        file.write(jsonl(ROWS[5:]))
-    rows = open_rows("memory://folder", None, "train", "task.path")
-    assert list(rows.read(3)) == ROWS[3:]
+def test_a_stream_begins_at_any_row() -> None:
+    put("parts/train-1.jsonl", jsonl(ROWS[:5]))
+    put("parts/train-2.jsonl", jsonl(ROWS[5:]))
+    assert list(open_rows("memory://parts", None, "train", "task.path").read(3)) == ROWS[3:]
 
 
 @pytest.mark.parametrize("path", ["nonsense://a/b.jsonl", "gs://bucket/b.jsonl"])

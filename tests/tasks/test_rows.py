@@ -94,9 +94,6 @@ def read(task: Any) -> None:
         (json.dumps({"messages": CHAT}), {}, CHAT),
         (f"{{'prompt': array({NUMPY},\n      dtype=object)}}", {}, CHAT),
         (repr(USER), {}, [USER]),
-        # what a chat template wrote
-        ("<s>[INST] 1+1= [/INST]", {"format": "plain"}, "<s>[INST] 1+1= [/INST]"),
-        ("<|user|>\n1+1=", {"prompt_template": "{prompt}"}, "<|user|>\n1+1="),
         # other texts stay texts
         *((text, {}, text) for text in ('[{"name": "x", "content": "y"}]', "[1, 2", '{"role": "user"}', "A [INST]?")),
     ],
@@ -139,15 +136,6 @@ def test_values_within_objects_fill_templates_and_are_columns_of_rewards(tmp_pat
     assert "answer" not in example
 
 
-def test_arguments_of_calls_are_objects_also_where_the_data_has_json() -> None:
-    def turn(arguments: Any) -> dict[str, Any]:
-        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-        return {"role": "assistant", "content": None, "tool_calls": [call]}
-
-    (read,) = text_of({"prompt": [turn('{"x": 1}')]}, "row 1")
-    assert read == {**turn({"x": 1}), "content": ""}
-
-
 TEMPLATE = {"prompt_template": "Q: {prompt}"}
 
 
@@ -169,10 +157,6 @@ TEMPLATE = {"prompt_template": "Q: {prompt}"}
         ({"prompt": json.dumps(CHAT)[:-5]}, {}, "task.prompt_column"),
         ({"prompt": f"{json.dumps(CHAT)} Go on."}, {}, "task.prompt_column"),
         ({"prompt": "\n".join(map(json.dumps, CHAT))}, {}, "task.prompt_column"),
-        ({"prompt": "<|im_start|>user\n1+1=<|im_end|>\n"}, {}, "task.format"),
-        ({"prompt": "<s>[INST] 1+1= [/INST]"}, {"format": "chat"}, "task.format"),
-        ({"prompt": " <bos><start_of_turn>user\n1+1="}, {}, "task.format"),
-        ({"prompt": "<｜begin▁of▁sentence｜><｜User｜>1+1="}, {}, "task.format"),
         ({"prompt": "p", "answer": None}, {}, "task.answer_column"),
         ({"prompt": "p", "answer": math.nan}, {}, "task.answer_column"),
         ({"prompt": "p", "answer": [1, {"x": -math.inf}]}, {}, "task.answer_column"),
@@ -180,13 +164,10 @@ TEMPLATE = {"prompt_template": "Q: {prompt}"}
         ({"prompt": "p", "loss_multiplier": "much"}, {}, "task"),
     ],
 )
-@pytest.mark.parametrize("streaming", [False, True])
-def test_an_unusable_row_names_its_number(
-    row: Any, options: dict[str, Any], key: str, streaming: bool, tmp_path: Path
-) -> None:
+def test_an_unusable_row_names_its_number(row: Any, options: dict[str, Any], key: str, tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [{"prompt": "good", "answer": 0}, *[{"answer": 0, **row}] * 2])
     with pytest.raises(ConfigError, match=r"row \d of .*rows\.jsonl") as refused:
-        read(Jsonl(path=path, eval_size=1, streaming=streaming, **options))
+        read(Jsonl(path=path, eval_size=1, **options))
     assert refused.value.key == key
 
 
