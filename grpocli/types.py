@@ -14,16 +14,6 @@ Message: TypeAlias = dict[str, Any]  # `role` and `content`, and for tools `tool
 Text: TypeAlias = str | list[Message]  # plain text, or a conversation
 DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes of a model's computations."""
-PREFIX = "prefix"
-"""Marks a turn of the assistant that the model continues, as the APIs of Mistral and DeepSeek do."""
-
-
-def begun(text: Text) -> tuple[Text, str]:
-    """A prompt without the turn that the model continues, and the text of that turn; empty if it begins one."""
-    if isinstance(text, str) or not text[-1].get(PREFIX):
-        return text, ""
-    return text[:-1], str(text[-1]["content"])
-
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

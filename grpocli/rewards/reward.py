@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 from grpocli.answers.final_answer import final_answer
 from grpocli.config.parts import base, nearest, part, require, section
 from grpocli.errors import ConfigError
-from grpocli.types import Episode, Rollout, Text, begun
+from grpocli.types import Episode, Rollout, Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,7 @@ class Sample:
     @classmethod
     def of(cls, rollout: Rollout, max_tokens: int) -> Self:
         """The sample of a rollout that was drawn with the length limit `max_tokens`."""
-        done, (prompt, beginning) = rollout.completion, begun(rollout.prompt.text)
-        text = beginning + rollout.text
+        done, prompt, text = rollout.completion, rollout.prompt.text, rollout.text
         completion: Text = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         if done.episode:
             completion, text = list(done.episode.messages), done.episode.last

@@ -20,7 +20,7 @@ from grpocli.environments.tools import encodable, name_of, read_arguments, tools
 from grpocli.errors import ConfigError, config_errors
 from grpocli.rewards.reward import read_written, with_one_answer
 from grpocli.text import one_line
-from grpocli.types import PREFIX, Message, Prompt, Text, begun
+from grpocli.types import Message, Prompt, Text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -142,20 +142,11 @@ def fill(template: str, values: Mapping[str, Any], where: str, key: str) -> str:
         return ByColumn().format(template, **values)
 
 
-def settle_last_turn(messages: list[Message], last_turn: str | None, where: str) -> list[Message]:
-    """A conversation that may end with the assistant's turn, as `task.last_turn` wants it: one to continue has PREFIX.
-
-    Raises ConfigError, naming `where`, without a choice.
-    """
-    if messages[-1].get("role") != "assistant":
-        return messages
-    if last_turn == "continue":
-        return [*messages[:-1], {**messages[-1], PREFIX: True}]
-    if last_turn == "drop" and len(messages) > 1:
-        return messages[:-1]
-    problem = f"{where} ends with the assistant's turn"
-    hint = "choose continue, and the model goes on with that turn, or drop, and the turn before it is the last one"
-    raise ConfigError(problem, key="task.last_turn", value=last_turn or "null", hint=hint)
+def check_last_turn(messages: Sequence[Message], where: str) -> None:
+    """Raise ConfigError, naming `where`, for a conversation that ends with the assistant's turn."""
+    if messages[-1].get("role") == "assistant":
+        hint = "leave that turn out by task.processor, or teach it with `grpocli sft`"
+        raise ConfigError(f"{where} ends with the assistant's turn", key="task", hint=hint)
 
 
 def text_hash(text: Text) -> int:
@@ -231,9 +222,8 @@ def rendered(
     says, hint = f"its chat template refuses {where}: {{}}", "change the example, or give model.chat_template=FILE"
     # templates come with models and raise whatever Python does
     with config_errors(Exception, says=says, why=lambda e: one_line(str(e)).rstrip("."), key="model", hint=hint):
-        goes_on = not answered and bool(chat[-1].get(PREFIX))
-        how = {"add_generation_prompt": not (answered or goes_on), "continue_final_message": goes_on}
-        return str(tokenizer.apply_chat_template(chat, tools=list(tools) or None, tokenize=False, **how))
+        shown = {"tools": list(tools) or None, "add_generation_prompt": not answered}
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, **shown))
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +240,6 @@ class Targets:
     otherwise: str = "{answer}"
     tools: Sequence[Schema] = ()
     """Schemas that the chat template shows."""
-    last_turn: str | None = None
-    """`task.last_turn`; the target of a prompt that the model continues is the template's text."""
 
     def split(self, example: Example, where: str) -> tuple[Example, Target]:
         """The example without the assistant's last turn, and its target: that turn, or the template's text.
@@ -260,7 +248,7 @@ class Targets:
         """
         prompt = example["prompt"]
         last = prompt[-1] if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict) else {}
-        if last.get("role") != "assistant" or self.last_turn == "continue":
+        if last.get("role") != "assistant":
             return example, self._filled(example, self.template or self.otherwise, where)
         if len(prompt) == 1:
             raise ConfigError(f"{where} has only an answer", key="task", hint="give it a prompt before the answer")
@@ -315,10 +303,7 @@ class Targets:
         return whole, whole.removeprefix(before)
 
     def _answered(self, prompt: Sequence[Message], turn: Message, where: str) -> str:
-        before, beginning = begun(list(prompt))
-        if beginning:
-            turn = {**turn, "content": beginning + turn["content"]}
-        return rendered([*before, turn], self.tokenizer, where, answered=True, tools=self.tools)
+        return rendered([*prompt, turn], self.tokenizer, where, answered=True, tools=self.tools)
 
     def _check_written(self, prompt: Sequence[Message], turn: Message, whole: str, where: str) -> None:
         """Raise ConfigError if the template leaves out a part of the answer. Every template writes a content alone."""
@@ -378,8 +363,6 @@ class PromptMaker:
     """None: no supervised training."""
     tools: Sequence[Schema] = ()
     """Schemas that the chat template shows to the model."""
-    last_turn: str | None = None
-    """`task.last_turn`."""
 
     @classmethod
     def of(
@@ -394,14 +377,14 @@ class PromptMaker:
 
         end_ids: tokens that end a completion, beside the tokenizer's; None: without targets of supervised training.
         """
-        tools, last_turn = tools_of(loaded_environment_of(task)), getattr(task, "last_turn", None)
+        tools = tools_of(loaded_environment_of(task))
         targets = None
         if run.algorithm.supervised and end_ids is not None:
             template, otherwise = getattr(task, "target_template", None), getattr(task, "shot_template", None)
             limit = run.rollout.max_completion_tokens
-            targets = Targets(tokenizer, limit, end_ids, template, otherwise or "{answer}", tools, last_turn)
+            targets = Targets(tokenizer, limit, end_ids, template, otherwise or "{answer}", tools)
         limits = run.rollout.max_prompt_tokens, run.rollout.long_prompts
-        return cls(tokenizer, *limits, name, targets, tools, last_turn)
+        return cls(tokenizer, *limits, name, targets, tools)
 
     @property
     def drops(self) -> bool:
@@ -417,8 +400,8 @@ class PromptMaker:
         if self.targets:
             example, target = self.targets.split(example, where)
         text = text_of(example, where)
-        if not isinstance(text, str) and (not self.targets or self.last_turn == "continue"):
-            text = settle_last_turn(text, self.last_turn, where)
+        if not isinstance(text, str) and not self.targets:
+            check_last_turn(text, where)
         return {**example, "prompt": text}, target
 
     def token_ids(

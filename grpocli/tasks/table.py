@@ -36,7 +36,7 @@ from grpocli.tasks.loading import (
     with_columns,
 )
 from grpocli.tasks.order import permutation
-from grpocli.tasks.prompts import fill, in_messages, settle_last_turn, text_hash, text_of
+from grpocli.tasks.prompts import check_last_turn, fill, in_messages, text_hash, text_of
 from grpocli.tasks.task import BaseTask
 from grpocli.types import Message, Text
 
@@ -418,7 +418,7 @@ class RowConverter:
 
     def _from_messages(self, messages: list[dict[str, Any]], where: str) -> Text:
         if self.task.format == "plain" and all(isinstance(message.get("content", ""), str) for message in messages):
-            messages = settle_last_turn(messages, self.task.last_turn, where)
+            check_last_turn(messages, where)
             return self.task.prefix + "\n".join(str(message.get("content", "")) for message in messages)
         if self.task.prefix:
             problem = f"{where} is a list of messages; put worked examples into them, or choose task.format=plain"

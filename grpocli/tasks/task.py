@@ -60,10 +60,6 @@ class BaseTask:
     """Column that order=difficulty sorts by, larger is harder; `-NAME`: larger is easier, such as a solve rate."""
     allow_overlap: bool = False
     """Allow evaluation on prompts that are also trained on."""
-    last_turn: str | None = None
-    """What becomes of an assistant's turn that ends a prompt. `continue`: the model goes on with it, and rewards get it
-    as the beginning of the completion; `drop`: it is no part of the prompt. null: `grpocli sft` teaches it, and other
-    runs refuse it."""
     target_template: Escaped | None = None
     """Answer that `grpocli sft` teaches, text with {column} fields. null: the last turn of a conversation that ends
     with the assistant's; otherwise task.shot_template, or {answer} in a task that has none."""
@@ -94,9 +90,6 @@ class BaseTask:
         require(self, "difficulty_column", by_column, "goes with task.order=difficulty: give both, or neither")
         known = [tool for tool in self.tools if ":" in tool or tool in READY]
         require(self, "tools", known == self.tools, f"name functions as FILE.py:NAME, or take {', '.join(READY)}")
-        require(self, "last_turn", self.last_turn in (None, "continue", "drop"), "choose continue or drop, or null")
-        begun = self.last_turn == "continue" and bool(self.tools or self.environment.name)
-        require(self, "last_turn", not begun, "a task with tools or an environment begins every turn of the model")
         alone = not (self.tools and self.environment.name)
         require(self, "tools", alone, "a task with environment.name has no tools: give one of the two")
         require(self, "max_tool_calls", self.max_tool_calls >= 1, "must be at least 1")

@@ -41,7 +41,7 @@ from grpocli.training.teachers import Teachers, load_teachers
 from grpocli.training.trainer import Trainer
 from grpocli.training.trials import choose_layout, update_sampling
 from grpocli.training.update import UpdateChecks, Updater
-from grpocli.types import PREFIX, Row
+from grpocli.types import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -153,8 +153,7 @@ def _hints(run: Run, data: PromptSource, config: Any) -> Iterator[str]:
         if not (data.tokenizer.chat_template and isinstance(task.train, EpochPrompts)):
             continue
         prompt = task.train.draw(0, "")
-        continued = isinstance(prompt.text, list) and PREFIX in prompt.text[-1]  # rewards then get that turn, too
-        if data.tokenizer.decode(prompt.token_ids).rstrip().endswith("<think>") and not continued:
+        if data.tokenizer.decode(prompt.token_ids).rstrip().endswith("<think>"):
             for name in task.rewards:
                 if getattr(run.reward[name], "wants_opened_thought", False):
                     yield f"the chat template opens <think>, so completions do not: shorten reward.{name}.pattern"

@@ -227,10 +227,13 @@ def test_files_are_read_over_http(load: Any, site: str, tmp_path: Path, cache_fo
     assert "secret" not in str(refused.value)
 
 
-def test_a_stream_begins_at_any_row() -> None:
-    put("parts/train-1.jsonl", jsonl(ROWS[:5]))
-    put("parts/train-2.jsonl", jsonl(ROWS[5:]))
-    assert list(open_rows("memory://parts", None, "train", "task.path").read(3)) == ROWS[3:]
+@pytest.mark.parametrize("kind", ["jsonl", "csv", pytest.param("parquet", marks=pytest.mark.slow)])
+def test_a_stream_begins_at_any_row(kind: str, cache_folder: Path) -> None:
+    for part in (1, 2):
+        put(f"{kind}-parts/train-{part}.{kind}", content(kind))
+    rows = open_rows(f"memory://{kind}-parts", None, "train", "task.path")
+    for start in (0, 3, 12, 20):
+        assert list(rows.read(start)) == [*ROWS, *ROWS][start:]
 
 
 @pytest.mark.parametrize("path", ["nonsense://a/b.jsonl", "gs://bucket/b.jsonl"])

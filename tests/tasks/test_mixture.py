@@ -120,9 +120,7 @@ def test_training_on_evaluation_problems_is_refused(tmp_path: Path, plain_tokeni
             "task.one: row 3 has no prompt; fill it in",
         ),
         (ConfigError("it is empty", key="task.one.path", value="a"), "task.one.path=a: it is empty"),
-        (ConfigError("no template", key="model"), "model: no template (task.one)"),
         (ConfigError("no template", key="model", hint="give one"), "model: no template (task.one); give one"),
-        (ConfigError("no data"), "task.one: no data"),
     ],
 )
 def test_errors_name_the_key_of_their_task(error: ConfigError, wanted: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
@@ -186,20 +185,6 @@ def test_an_unusable_row_is_refused_when_it_is_drawn(data, tmp_path: Path, row: 
     with pytest.raises(ConfigError, match=r"row 13 of .*d\.jsonl") as refused:
         texts(data(file), range(13))
     assert refused.value.key == key
-
-
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # datasets leaves a .csv open
-@pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_csv_and_parquet_are_streamed(data, tmp_path: Path, kind: str) -> None:
-    import datasets
-
-    columns = {"prompt": [text(i) for i in range(N)], "answer": ["x"] * N}
-    file = tmp_path / f"d.{kind}"
-    getattr(datasets.Dataset.from_dict(columns), f"to_{kind}")(str(file))
-    drawn = texts(data(file), range(2 * N + 3))
-    assert sorted(drawn[:N]) == sorted(drawn[N : 2 * N]) == sorted(columns["prompt"])
-    assert texts(data(file), range(N + 9, N + 20)) == drawn[N + 9 : N + 20]
-    gc.collect()
 
 
 def test_a_stream_is_not_read_completely(data, tmp_path: Path) -> None:

@@ -110,6 +110,5 @@ def test_conversations_that_end_with_the_answer_are_refused_as_by_a_run(tmp_path
     path.write_text("".join(json.dumps({"m": [*chat[: 1 + i % 2]], "answer": f"{i}"}) + "\n" for i in range(4)))
     data = ["task=jsonl", f"task.path={path}", "task.prompt_column=m", f"task.eval_path={path}", "--split", "train"]
     assert run_here("data", *data) == 2
-    assert "task.last_turn=null" in capsys.readouterr().err
-    assert splits(capsys, *data, "task.last_turn=drop")["train"]["duplicates"] == [1, 2, 3]
+    assert "ends with the assistant's turn" in capsys.readouterr().err
     assert splits(capsys, *data, "algorithm=sft")["train"]["too_long"] == []
