@@ -15,6 +15,7 @@ Text: TypeAlias = str | list[Message]  # plain text, or a conversation
 DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes of a model's computations."""
 
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One drawn example of a task.

@@ -79,7 +79,7 @@ def load(function: str, key: str) -> Callable[..., Any]:
 
     Raises ConfigError for `key` if there is none.
     """
-    place, name = _split(function)
+    place, _, name = function.rpartition(":")
     with config_errors(Exception, SystemExit, says="importing it raised {}", why=raised, key=key, value=function):
         module = _file(_existing(place, key)) if place.endswith(".py") else _module(place)
     found = getattr(module, name, None)
@@ -90,14 +90,6 @@ def load(function: str, key: str) -> Callable[..., Any]:
         raise _no_name(function, place, name, vars(module), key)
     result: Callable[..., Any] = found
     return result
-
-
-def _split(function: str) -> tuple[str, str]:
-    """The module or file, and the name in it, of FILE.py:NAME, module:NAME or module.NAME."""
-    place, colon, name = function.rpartition(":")
-    if not colon:
-        place, _, name = function.rpartition(".")
-    return place, name
 
 
 def absolute(function: str) -> str:
@@ -125,7 +117,7 @@ def check_exists(function: str, key: str) -> None:
 
     The import happens later, since it may be slow. Passes if the source may define the name at run time.
     """
-    place, name = _split(function)
+    place, _, name = function.rpartition(":")
     with config_errors(Exception, says="importing it raised {}", why=raised, key=key, value=function):
         if (path := _existing(place, key) if place.endswith(".py") else _source_of(place)) is None:
             return

@@ -19,7 +19,6 @@ import math
 import secrets
 import sys
 import types
-import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from contextvars import ContextVar
@@ -31,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import MISSING
 
 from grpocli.config.parts import UserCode, part, require
-from grpocli.config.user_code import no_such_file, raised, where
+from grpocli.config.user_code import no_such_file, raised
 from grpocli.environments.environment import STEP_SHARE, EnvironmentConfig, Step
 from grpocli.environments.tools import UNKNOWN, Schema, answer_to, call_in_worker, calls_in, refusal
 from grpocli.errors import ConfigError
@@ -248,8 +247,6 @@ class Verifiers:
         # One for all turns, because making one takes longer than a turn, and one for each loop, because no lock guards
         # its connections. A running episode holds one while it waits for its turn; the step's deadline is the limit.
         self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
-        # not at the process's end, when the loop's thread is gone
-        weakref.finalize(self, _close, self._client, self._background.loop).atexit = False
         self._open = AsyncExitStack()  # kept, because what it holds ends with this object
         for toolset in self._shared:
             await set_up(toolset, self._open)
@@ -270,10 +267,6 @@ class Verifiers:
         episode.work = asyncio.create_task(self._env.run_episode(played, self._context, on_trace=register))
         episode.work.add_done_callback(forget)
         await episode.advance()
-
-
-def _close(client: httpx.AsyncClient, loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.run_coroutine_threadsafe(client.aclose(), loop)
 
 
 def _check_unchanged(asked: list[dict[str, Any]], messages: list[Message]) -> None:
@@ -320,8 +313,7 @@ def load_tasks(taskset: str, config: dict[str, Any], env: str, seconds: float, n
         ]
         return [rows, environment.tools() if rows else []]
     except (Exception, SystemExit) as error:
-        sentence = isinstance(error, ValueError | ImportError) and not where(error)
-        raise RuntimeError(str(error) if sentence else raised(error)) from error
+        raise RuntimeError(raised(error)) from error
 
 
 @dataclass(slots=True, eq=False)

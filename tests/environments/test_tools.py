@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from environments.test_episodes import Alone
 from environments.tool_families import FAMILIES, Family
+from transformers.utils.chat_template_utils import DocstringParsingException
 
 from grpocli.environments.environment import EnvironmentConfig, environment_of
 from grpocli.environments.tools import read_arguments, schemas, tools_of
@@ -23,7 +24,7 @@ from grpocli.rollout.multi_turn import MultiTurnEngine
 from grpocli.rollout.turns import CallParser, TurnEncoder
 from grpocli.tasks.generated import Arithmetic
 from grpocli.tasks.prompts import tokenize
-from grpocli.types import Completion, Prompt, Request, Sampling
+from grpocli.types import Completion, Message, Prompt, Request, Sampling
 
 TOOLS = Path(__file__).with_name("tool_functions.py")
 QUESTION = [{"role": "user", "content": "3*4="}]
@@ -73,12 +74,19 @@ def run() -> Iterator[Any]:
     """Plays an episode. Episodes with the same settings share worker processes."""
     made: list[MultiTurnEngine] = []
 
-    def one(family: Family, environment: EnvironmentConfig, *texts: str, limit: int = 2000) -> tuple[Completion, Any]:
+    def one(
+        family: Family,
+        environment: EnvironmentConfig,
+        *texts: str,
+        limit: int = 2000,
+        text: Sequence[Message] = QUESTION,
+        **columns: Any,
+    ) -> tuple[Completion, Any]:
         tokenizer = family.tokenizer()
         engine = Saying(tokenizer, *texts)
         made.append(MultiTurnEngine(engine, tokenizer, {"sums": environment}, Alone()))  # type: ignore[arg-type]
-        (ids,) = tokenize([QUESTION], tokenizer, tools=tools_of(environment))
-        prompt = Prompt("0", ids, QUESTION, {"task_name": "sums"})
+        (ids,) = tokenize([list(text)], tokenizer, tools=tools_of(environment))
+        prompt = Prompt("0", ids, list(text), {"task_name": "sums", **columns})
         ((done,),) = made[-1].generate([prompt], [Request(ids, 1, 7)], Sampling(limit))
         return done, engine
 
@@ -299,10 +307,10 @@ def test_tools_are_reproducible(run) -> None:
     assert results[0][0] != results[0][1]
 
 
-@pytest.mark.parametrize("tool", ["untyped", "undocumented", "Toolbox", "multipl"])
+@pytest.mark.parametrize("tool", ["undocumented", "multipl"])
 def test_a_function_that_cannot_be_a_tool_is_refused(tool: str) -> None:
     """In a worker process; the next test has its answer in the main process."""
-    with pytest.raises((ValueError, ConfigError), match=tool):
+    with pytest.raises((DocstringParsingException, ConfigError), match=tool):
         schemas([f"{TOOLS}:{tool}"])
 
 
@@ -314,11 +322,6 @@ def test_two_tools_of_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="two tools have the name multiply") as refused:
         tools_of(environment_of(both))
     assert refused.value.key == "task.tools"
-    schema = {"type": "function", "function": {"name": "search", "parameters": {"properties": {}}}}
-    library = EnvironmentConfig("library:Search", arguments={"tool_schemas": [schema, schema]})
-    with pytest.raises(ConfigError) as refused:
-        tools_of(library)
-    assert refused.value.key == "task"
 
 
 CALCULATOR = {"type": "function", "function": {"name": "calculator", "parameters": {"properties": {}}}}

@@ -9,10 +9,6 @@ import signal
 import time
 
 
-class Toolbox:
-    """A class, which is no tool."""
-
-
 def multiply(a: int, b: int) -> int:
     """
     Multiply two numbers.
@@ -68,17 +64,6 @@ def misbehave(how: str) -> str:
     if how == "random":
         return str(random.random())
     raise RuntimeError(f"cannot {how}")
-
-
-def untyped(a, b):  # type: ignore[no-untyped-def]
-    """
-    Add.
-
-    Args:
-        a: The first.
-        b: The second.
-    """
-    return a + b
 
 
 def undocumented(a: int) -> int:

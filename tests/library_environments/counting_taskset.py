@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import random
 import sys
 from collections.abc import Iterator
 
@@ -65,10 +64,9 @@ class CountTaskset(vf.Taskset[CountTask, CountConfig]):
         if self.config.kind == "variable":
             os.environ["COUNTING_KEY"]
         for i in itertools.count() if self.config.n is None else range(self.config.n):
-            answer = str(random.random() if self.config.kind == "random" else i)
-            prompt = None if self.config.kind == "opens" else f"say {answer}"
+            prompt = None if self.config.kind == "opens" else f"say {i}"
             system = "be brief" if self.config.kind == "system" else None
-            yield CountTask(CountData(prompt=prompt, system_prompt=system, answer=answer), self.config.task)
+            yield CountTask(CountData(prompt=prompt, system_prompt=system, answer=str(i)), self.config.task)
 
 
 __all__ = ["CountEnv", "CountTaskset"]

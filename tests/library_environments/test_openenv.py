@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -80,24 +81,13 @@ def test_sessions_are_closed_when_they_are_done_or_a_limit_ends_them(environment
         say(environment, begin(environment), str(random.Random(3).randrange(10)))
 
 
-class Failing:
-    """A session whose server fails."""
-
-    closed = False
-
-    async def step(self, action: Any) -> Any:
-        raise RuntimeError("an error of the server")
-
-    async def close(self) -> None:
-        self.closed = True
-
-
 def test_a_session_whose_step_fails_is_closed() -> None:
-    environment, session = OpenEnv("http://127.0.0.1:1", None, "text", 5.0), Failing()
-    environment._sessions["one"] = session  # type: ignore[assignment]
+    environment, session = OpenEnv("http://127.0.0.1:1", None, "text", 5.0), AsyncMock()
+    session.step.side_effect = RuntimeError("an error of the server")
+    environment._sessions["one"] = session
     with pytest.raises(RuntimeError, match="an error of the server"):
         say(environment, {"session": "one"}, "3")
-    assert session.closed
+    session.close.assert_awaited_once()
     with pytest.raises(ValueError, match="and with it the session"):
         say(environment, {"session": "one"}, "3")
 

@@ -159,8 +159,8 @@ def test_what_an_episode_may_not_do_ends_it() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"nn": 1}, r"task\.config\.nn"),
-        ({"n": "many"}, r"task\.config\.n='many'"),
+        ({"nn": 1}, r"taskset\.nn"),
+        ({"n": "many"}, r"taskset\.n .*many"),
         ({"kind": "exits"}, r"SystemExit: bye \(.*counting_taskset\.py:\d+, in load: "),
         ({"kind": "variable"}, r"KeyError: 'COUNTING_KEY'"),
     ],

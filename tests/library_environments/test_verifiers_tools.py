@@ -6,24 +6,18 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from environments.test_episodes import Alone
-from environments.test_tools import Saying, arguments
+from environments.test_tools import arguments, run  # noqa: F401
 from environments.tool_families import FAMILIES
 from library_environments.test_verifiers import begin, say
 
 from grpocli.environments.environment import EnvironmentConfig, loaded_environment_of
-from grpocli.environments.tools import tools_of
 from grpocli.library_environments.verifiers import Verifiers, VerifiersTask
-from grpocli.rollout.multi_turn import MultiTurnEngine
-from grpocli.tasks.prompts import tokenize
-from grpocli.types import Completion, Prompt, Request, Sampling
 
 SUMS = Path(__file__).with_name("tool_taskset.py")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]
@@ -115,35 +109,17 @@ def test_a_loaded_task_knows_its_tools() -> None:
     assert loaded_environment_of(sum_task()) == environment()
 
 
-@pytest.fixture
-def run() -> Iterator[Any]:
-    made: list[MultiTurnEngine] = []
-
-    def one(family: str, *texts: str) -> tuple[Completion, Saying]:
-        tokenizer = FAMILIES[family].tokenizer()
-        engine = Saying(tokenizer, *texts)
-        made.append(MultiTurnEngine(engine, tokenizer, {"sums": environment()}, Alone()))  # type: ignore[arg-type]
-        task = sums().tasks(3)[2]
-        text = sums().opening(task)
-        (ids,) = tokenize([text], tokenizer, tools=tools_of(environment()))
-        prompt = Prompt("0", ids, text, {"index": 2, "key": task.key, "task_name": "sums"})
-        ((done,),) = made[-1].generate([prompt], [Request(ids, 1, 7)], Sampling(2000))
-        return done, engine
-
-    yield one
-    for episodes in made:
-        episodes.close()
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "family", ["qwen", *(pytest.param(name, marks=pytest.mark.survival) for name in ("llama", "gemma"))]
 )
-def test_a_call_and_its_result_are_token_exact_and_counted(run: Any, family: str) -> None:
+def test_a_call_and_its_result_are_token_exact_and_counted(run: Any, family: str) -> None:  # noqa: F811
     """Tokens are the engine's; the results between them are those of the template, and masked."""
     end = FAMILIES[family].end
     good, bad = (FAMILIES[family].calls((name, arguments(family, a=3, b=3))) for name in ("add", "subtract"))
-    done, engine = run(family, good, bad, f"6{end}")
+    task = sums().tasks(3)[2]
+    played = {"text": sums().opening(task), "index": 2, "key": task.key}
+    done, engine = run(FAMILIES[family], environment(), good, bad, f"6{end}", **played)
     assert done.episode is not None
     assert done.mask is not None
     assert done.episode.problem is None

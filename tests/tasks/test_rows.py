@@ -265,17 +265,14 @@ def test_whole_questions_are_held_out_at_most_a_fifth(rows: list[dict[str, Any]]
 
 
 def test_the_processor_makes_the_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "ourdata" / "math"
-    package.mkdir(parents=True)
-    for file in (tmp_path / "mine.py", package / "convert.py"):
-        file.write_text(CODE)
+    (tmp_path / "mine.py").write_text(CODE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for processor in (f"{tmp_path}/mine.py:process", "ourdata.math.convert.process"):
+    for processor in (f"{tmp_path}/mine.py:process", "mine:process"):
         made = Jsonl(path=write(tmp_path / "d.jsonl", [{"id": n} for n in range(5)]), processor=processor)
         made.check_ready()
         assert sorted(one["answer"] for one in every(made)) == list(range(5))
         assert all(one["prompt"][0]["content"] == f"{one['answer']}" for one in every(made))
-    for wrong in (f"{tmp_path}/mine.py:proces", "ourdata.math.convert.absent", "mine"):
+    for wrong in (f"{tmp_path}/mine.py:proces", "mine:absent", "mine"):
         with pytest.raises(ConfigError) as refused:
             Jsonl(path=str(tmp_path / "d.jsonl"), processor=wrong).examples("train")
         assert refused.value.key == "task.processor"
