@@ -71,7 +71,7 @@ test-all: setup chromium ## every test, what CI runs beside check: test, test-to
 	wait $$slurm || failed=1; cat "$$log"; rm "$$log"; exit $$failed
 
 chaos: setup ## random kills, faults, damages and attacks, and a table of the results (ARGS="--minutes 30 --seed 1 --only kills")
-	PYTHONPATH=bench:tests $(BIN)/python -m chaos $(ARGS)
+	PYTHONPATH=$(CURDIR)/bench:$(CURDIR)/tests $(BIN)/python -m chaos $(ARGS)
 
 setup: $(VENV)/.ready-to-develop ## make the development environment, vLLM for the CPU included
 
