@@ -41,7 +41,7 @@ test-survival: setup ## kills, faults, and the wide matrices of what `make test`
 test-slurm: setup ## runs on a SLURM cluster that is installed and started here (root on Debian; skipped elsewhere)
 	$(BIN)/python -m pytest tests/slurm -m slurm $(ARGS)
 
-test-zero: setup .venv-zero/.ready ## zero2 and zero3, with DeepSpeed built for the CPU in an environment beside .venv
+test-zero: setup .venv-zero/.ready ## zero3, with DeepSpeed built for the CPU in an environment beside .venv
 	.venv-zero/bin/python -m pytest tests/training/test_processes.py -m "survival or zero" $(ARGS)
 
 test-newest: .venv-newest/.ready ## test-fast's tests with the newest release of everything, without vLLM

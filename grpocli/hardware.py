@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from grpocli.config.schema import Run
 
-PARALLEL = ("ddp", "fsdp2", "zero2", "zero3")
+PARALLEL = ("ddp", "fsdp2", "zero3")
 
 
 class Hardware:
@@ -28,8 +28,7 @@ class Hardware:
     """`auto` (a GPU if there is one), `cpu` or `cuda`."""
     parallel: str
     """How model states are distributed over trainer processes. `ddp`: everything is replicated. `fsdp2`: weights,
-    gradients and optimizer state are sharded (torch). `zero2`: gradients and optimizer state are sharded; `zero3`:
-    weights too (DeepSpeed)."""
+    gradients and optimizer state are sharded (torch); `zero3`: the same (DeepSpeed)."""
     context_parallel: int
     """N, the number of trainer processes that share each micro-batch, for rows that fit no device
     (docs/long_rows.md): each holds one N-th of the tokens of every sequence. It divides the number of trainer processes
@@ -55,7 +54,7 @@ class Hardware:
             problem = f"must be above the {seconds:g} s that the run may wait ({key})"
             require(self, "timeout", seconds < self.timeout, problem)
         whole = parallel != "zero3" or run.algorithm.kl.sync_every == 0
-        problem = "a sharded reference cannot follow the policy (algorithm.kl.sync_every): take zero2, fsdp2 or ddp"
+        problem = "a sharded reference cannot follow the policy (algorithm.kl.sync_every): take fsdp2 or ddp"
         require(self, "parallel", whole, problem)
         if n > 1:
             works = parallel in ("ddp", "fsdp2")

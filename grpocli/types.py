@@ -156,7 +156,6 @@ class Row:
     group: the number of its group in the step.
     rollout_logp: under the policy that sampled, computed by the sampler.
     old_logp: under the old policy, if that is the one that sampled; None: the policy before the row's first update.
-    ref_logp: under a teacher of another process.
     logp, entropy: under the policy at the start of the step; None until they are gathered, and in rows whose first
         forward comes after an update (`algorithm/correction=sampler` and supervised training with several minibatches).
     ratio: π_θ / π_old in the last update; None while every update was the first after sampling, where it is 1.
@@ -171,7 +170,6 @@ class Row:
     group: int
     rollout_logp: list[float]
     old_logp: list[float] | None = None
-    ref_logp: list[float] | None = None
     logp: NDArray[np.float32] | None = None
     entropy: NDArray[np.float32] | None = None
     ratio: NDArray[np.float32] | None = None

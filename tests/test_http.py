@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +17,6 @@ from grpocli.rewards.judge import Judge
 from grpocli.rollout.vllm import client
 from grpocli.rollout.vllm.client import ServerClient
 from grpocli.rollout.vllm.server_files import Endpoint
-from grpocli.training import teachers
-from grpocli.training.teachers import ServedTeacher
 
 
 class Slow(BaseHTTPRequestHandler):
@@ -63,25 +60,7 @@ def ask_server(url: str) -> None:
     ServerClient(Endpoint(url, "key", ""), timeout=0.5).get("/health")
 
 
-def ask_teacher(url: str) -> None:
-    teacher = ServedTeacher(url, (), "algorithm.kl.base_url", None, 0.5)
-    if problem := asyncio.run(teachers._problem(teacher, Tokens(), 1)):
-        raise ConfigError(problem)
-
-
-class Tokens:
-    eos_token_id = 1
-
-    def __call__(self, *_: object, **__: object) -> Tokens:
-        return self
-
-    input_ids = (1, 2)
-
-    def get_vocab(self) -> dict[str, int]:
-        return {"a": 1}
-
-
-@pytest.mark.parametrize("ask", [ask_judge, ask_server, ask_teacher])
+@pytest.mark.parametrize("ask", [ask_judge, ask_server])
 def test_the_deadline_is_that_of_the_whole_answer(site: str, ask: Callable[[str], object]) -> None:
     began = time.monotonic()
     with pytest.raises((ConfigError, EngineError, httpx.HTTPError, TimeoutError)):

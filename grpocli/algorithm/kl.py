@@ -10,12 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.algorithm.objective import FARTHEST
 from grpocli.config.parts import part, require, section
-from grpocli.http import is_server_url
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from grpocli.config.schema import Run
 
 
 MAX_K3 = 10.0
@@ -45,13 +42,6 @@ class KL:
     of these. null: the start policy. Its tokenizer must be that of the policy."""
     revision: str | None = None
     """Branch, tag or commit of algorithm.kl.model on the hub; null: the default branch."""
-    base_url: Any = None
-    """URL of a vLLM server whose model is the reference, such as `http://127.0.0.1:8000`, or a mapping from each task
-    to one; null: none. It scores the tokens of a step while the trainer computes its own log-probs."""
-    api_key: str = "VLLM_API_KEY"
-    """Name of the environment variable with the key of algorithm.kl.base_url, if the server needs one."""
-    timeout: float = 600.0
-    """Seconds in which algorithm.kl.base_url must score a step."""
     sync_every: int = 0
     """Steps between updates of the reference; 0: never. It becomes alpha x policy + (1 - alpha) x reference, TR-DPO
     (arXiv 2404.09656)."""
@@ -61,27 +51,12 @@ class KL:
     def __post_init__(self) -> None:
         require(self, "beta", 0 <= self.beta < math.inf, "must be a finite number of 0 or more")
         require(self, "model", _names(self.model), "must be a folder, a name on the hub, or a mapping {task: one}")
-        require(self, "base_url", _urls(self.base_url), "must be a URL such as http://127.0.0.1:8000, or {task: URL}")
-        require(self, "timeout", 0 < self.timeout < math.inf, "must be above 0 seconds")
         require(self, "sync_every", self.sync_every >= 0, "must be 0 (never) or more")
         require(self, "sync_alpha", 0 <= self.sync_alpha <= 1, "must be between 0 and 1")
-        problem = "the policy cannot be mixed into a teacher: leave algorithm.kl.model and algorithm.kl.base_url null"
+        problem = "the policy cannot be mixed into a teacher: leave algorithm.kl.model null"
         require(self, "sync_every", not (self.sync_every and self.has_teacher), problem)
-        both = self.models.keys() & self.urls.keys()
-        require(self, "base_url", not both, "a task has one teacher: choose this or algorithm.kl.model")
         needs_a_name = "is a revision of algorithm.kl.model on the hub, which is null"
         require(self, "revision", self.revision is None or self.model is not None, needs_a_name)
-
-    def check_run(self, run: Run) -> None:
-        """Require, for a served teacher, the distribution that a server scores, and processes that wait for it."""
-        if not self.urls:
-            return
-        plain = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
-        for name, value in plain.items():
-            problem = f"must be {value} with algorithm.kl.base_url: a server scores under the model's own distribution"
-            require(run.rollout, name, getattr(run.rollout, name) == value, problem)
-        waits = (run.hardware.processes or 1) == 1 or self.timeout < run.hardware.timeout
-        require(self, "timeout", waits, f"must be below hardware.timeout={run.hardware.timeout}")
 
     def __call__(self, logp_BT: Tensor, old_logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
         raise NotImplementedError
@@ -89,17 +64,14 @@ class KL:
     @property
     def models(self) -> dict[str, str]:
         """The folder or name of each task's teacher; the key EVERY_TASK for one teacher of all tasks."""
-        return _by_task(self.model)
-
-    @property
-    def urls(self) -> dict[str, str]:
-        """The URL of each task's served teacher, with the keys of `models`."""
-        return {task: url.rstrip("/").removesuffix("/v1") for task, url in _by_task(self.base_url).items()}
+        if isinstance(self.model, dict):
+            return {str(task): str(name) for task, name in self.model.items()}
+        return {} if self.model is None else {EVERY_TASK: str(self.model)}
 
     @property
     def has_teacher(self) -> bool:
         """Whether the reference is a model other than the start policy."""
-        return bool(self.models or self.urls)
+        return bool(self.models)
 
     def clamped(self, logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor | None:
         """The tokens [B, T] whose estimate is at its bound; None if the estimator has no bound."""
@@ -112,14 +84,14 @@ class KL:
 
 
 EVERY_TASK = ""
-"""The key of a teacher of all tasks in `KL.models` and `KL.urls`."""
+"""The key of a teacher of all tasks in `KL.models`."""
 BUILT_IN = "tiny-teacher"
 """The value of `algorithm.kl.model` for the teacher of the built-in model (`models/teacher.py`)."""
 
 
-def key_of_teacher(field: str, task: str) -> str:
+def key_of_teacher(task: str) -> str:
     """The config key of a task's teacher: `algorithm.kl.model`, or `algorithm.kl.model.gsm8k` in a mapping."""
-    return f"algorithm.kl.{field}" + (f".{task}" if task else "")
+    return "algorithm.kl.model" + (f".{task}" if task else "")
 
 
 def has_teacher(kl: object) -> bool:
@@ -129,22 +101,12 @@ def has_teacher(kl: object) -> bool:
 
 def teachers_in(kl: object) -> tuple[object, ...]:
     """What tells apart the teachers of two KL parts; () without one."""
-    return (kl.models, kl.revision, kl.urls) if isinstance(kl, KL) and kl.has_teacher else ()
-
-
-def _by_task(value: Any) -> dict[str, str]:
-    if isinstance(value, dict):
-        return {str(task): str(one) for task, one in value.items()}
-    return {} if value is None else {EVERY_TASK: str(value)}
+    return (kl.models, kl.revision) if isinstance(kl, KL) and kl.has_teacher else ()
 
 
 def _names(value: Any) -> bool:
     values = list(value.values()) if isinstance(value, dict) else [] if value is None else [value]
     return value != {} and all(isinstance(one, str) and one for one in values)
-
-
-def _urls(value: Any) -> bool:
-    return _names(value) and all(map(is_server_url, _by_task(value).values()))
 
 
 @section("algorithm.kl")

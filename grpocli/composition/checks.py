@@ -78,7 +78,6 @@ def check_model(run: Run, model_path: str, view: View) -> None:
     from grpocli.models.loading import check_vocabulary, load_config, load_tokenizer
     from grpocli.models.teacher import check_tokenizers, teachers_of
     from grpocli.training.router_balance import check_has_routers
-    from grpocli.training.teachers import check_served
 
     check_vocabulary(run.model, model_path)
     if run.hardware.context_parallel > 1:
@@ -90,7 +89,6 @@ def check_model(run: Run, model_path: str, view: View) -> None:
         view.stage("comparing the teacher's tokenizer with the policy's")
         tokenizer = load_tokenizer(run.model, model_path)
         check_tokenizers(teachers_of(kl, run.model), tokenizer, lambda fraction, text: view.stage(text, fraction))
-        check_served(kl, tokenizer, run.rollout.longest_row)
 
 
 STAGES = (check_composed, check_files, check_devices, check_model)

@@ -9,10 +9,9 @@ process.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import pad
@@ -23,8 +22,6 @@ from grpocli.models.shared_prompt_attention import Attends
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
-
-T = TypeVar("T")
 
 
 class ContextParallel:
@@ -53,12 +50,6 @@ class ContextParallel:
     def is_first(self) -> bool:
         """Whether this process speaks for all of them where one is enough."""
         return self.rank == 0
-
-    def from_first(self, items: Sequence[T]) -> list[T]:
-        """The items of the first of the processes, in all of them. items: at least one."""
-        box = list(items)
-        torch.distributed.broadcast_object_list(box, group=self.group, group_src=0)
-        return box
 
     def by_heads(self, *states: Tensor) -> list[Tensor]:
         """States [1, heads, L / size, D] of this process's tokens -> [1, heads / size, L, D] of all tokens.

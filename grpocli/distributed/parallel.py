@@ -135,7 +135,7 @@ def step(
 ) -> Tensor:
     """`Parallel.update` with torch, for parameters that are plain tensors or DTensors."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("lr_share", 1.0)
+        group["lr"] = rate
     scaler.unscale_(optimizer)
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     if limit and getattr(optimizer, "_step_supports_amp_scaling", False):

@@ -157,8 +157,8 @@ def parallel_of(hardware: Hardware, accelerator: Accelerator) -> Parallel:
         from grpocli.distributed.fsdp2 import Fsdp2
 
         return Fsdp2(accelerator)
-    if hardware.parallel in ("zero2", "zero3"):
-        from grpocli.distributed.zero import Zero2, Zero3
+    if hardware.parallel == "zero3":
+        from grpocli.distributed.zero import Zero3
 
-        return (Zero2 if hardware.parallel == "zero2" else Zero3)(accelerator)
+        return Zero3(accelerator)
     return Ddp(accelerator)

@@ -91,7 +91,7 @@ class ModelPart:
     def check_run(self, run: Run) -> None:
         """Require, for quantized or compiled layers and for LoRA, a way to share the model that can have them."""
         parallel, lora = run.hardware.parallel, self.lora.rank > 0
-        problem = "LoRA's updates cannot be added to sharded weights: take zero2, fsdp2 or ddp"
+        problem = "LoRA's updates cannot be added to sharded weights: take fsdp2 or ddp"
         require(run.hardware, "parallel", not (lora and parallel == "zero3"), problem)
         if self.quantization:
             require(self, "quantization", lora, "its weights do not train: add model.lora.rank=16")

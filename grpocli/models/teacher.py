@@ -62,17 +62,13 @@ class Teacher:
 
 def check_tasks(kl: KL, tasks: list[str]) -> None:
     """Raise ConfigError unless each task has one teacher."""
-    taught = {**kl.models, **kl.urls}
-    field = "model" if kl.models else "base_url"
-    if EVERY_TASK in taught:
-        problem = "is the teacher of every task: give a mapping {task: URL} beside a mapping of models, or one of them"
-        require(kl, "base_url", len(taught) == 1, problem)
+    if EVERY_TASK in kl.models:
         return
-    for task in taught:
-        one = "model" if task in kl.models else "base_url"
-        require(kl, one, task in tasks, f"this run has no task {task}, only {', '.join(tasks)}{nearest(task, tasks)}")
+    for task in kl.models:
+        known = f"this run has no task {task}, only {', '.join(tasks)}{nearest(task, tasks)}"
+        require(kl, "model", task in tasks, known)
     for task in tasks:
-        require(kl, field, task in taught, f"names no teacher for the task {task}: add {task}: PATH")
+        require(kl, "model", task in kl.models, f"names no teacher for the task {task}: add {task}: PATH")
 
 
 def teachers_of(kl: KL, student: Any) -> list[Teacher]:
@@ -81,7 +77,7 @@ def teachers_of(kl: KL, student: Any) -> list[Teacher]:
     for task, name in kl.models.items() if kl.beta else ():
         tasks.setdefault(name, []).append(task)
     return [
-        Teacher(key_of_teacher("model", own[0]), name, tuple(own), _part(name, kl.revision, student))
+        Teacher(key_of_teacher(own[0]), name, tuple(own), _part(name, kl.revision, student))
         for name, own in tasks.items()
     ]
 

@@ -214,7 +214,7 @@ class EnginePart:
         problem = f"{name} cannot sample from sharded weights: take engine=vllm, or fsdp2"
         require(hardware, "parallel", self.overlaps or hardware.parallel != "zero3", problem)
         lora = run.model.lora.rank > 0 and self.overlaps
-        problem = f"{name} is sent LoRA's updates by one process, which must have them whole: take ddp or zero2"
+        problem = f"{name} is sent LoRA's updates by one process, which must have them whole: take ddp"
         require(hardware, "parallel", not (lora and hardware.parallel == "fsdp2"), problem)
         group, limit = max(rollout.group_size, run.eval.samples), self.max_num_seqs
         if limit is not None and limit < group:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from grpocli.config.parts import one_of, part, require, section
@@ -26,26 +24,12 @@ QUANTIZED_FROM, BLOCK = 4096, 256
 MAPS = {"qmap1": "dynamic", "qmap2": "udynamic"}
 """Names in bitsandbytes' state and in the library of the values that 8 bits stand for: constants, for both moments."""
 
-OWN: dict[str, Callable[[float], float]] = {
+SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
 }
-"""Schedules without arguments, as functions of the share of the updates after the warm-up."""
-
-SCHEDULES = (
-    "constant",
-    "constant_with_warmup",
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "polynomial",
-    "inverse_sqrt",
-    "warmup_stable_decay",
-)
-"""The schedules of transformers that are functions of an update's number."""
+"""The factor of the learning rate for the share of the updates after the warm-up that is done."""
 
 
 class StateTensor(NamedTuple):
@@ -66,14 +50,11 @@ class Optimizer:
     warmup_steps: int = 0
     """Number of updates over which the learning rate rises linearly from 0."""
     schedule: str = "constant"
-    """After the warm-up: `constant`, or `linear` or `cosine` towards 0, which is reached one update after the last, or
-    another schedule of transformers, such as `cosine_with_min_lr` or `warmup_stable_decay`."""
-    schedule_arguments: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the schedule: `optim.schedule_arguments.min_lr_rate=0.1`."""
+    """After the warm-up: `constant`, or `linear` or `cosine` towards 0, which is reached one update after the last."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this Euclidean norm over all weights; 0: never."""
 
-    parallel: ClassVar[tuple[str, ...]] = ("ddp", "fsdp2", "zero2", "zero3")
+    parallel: ClassVar[tuple[str, ...]] = ("ddp", "fsdp2", "zero3")
     """The choices of hardware.parallel that it works with."""
 
     def __post_init__(self) -> None:
@@ -101,35 +82,19 @@ class Optimizer:
     def rate(self, update: int, total: int) -> float:
         """The learning rate of update number `update` (from 0) of `total`: a pure function, without state to save.
 
-        In the warm-up it rises linearly to `lr`, and is never 0. After it the schedule is transformers'; a schedule
-        whose arguments describe a warm-up has that one instead. Raises ConfigError for what transformers refuses.
+        In the warm-up it rises linearly to `lr`, and is never 0. After it the schedule is transformers'.
         """
-        arguments, warmup = self.schedule_arguments, self.warmup_steps
-        if update < warmup and not any(name.startswith("warmup_") for name in arguments):
+        warmup = self.warmup_steps
+        if update < warmup:
             return self.lr * (update + 1) / (warmup + 1)
-        if self.schedule in OWN and not arguments:
-            return self.lr * OWN[self.schedule]((update - warmup) / max(total - warmup, 1))
-        factor = _factors(self.lr, self.schedule, tuple(sorted(arguments.items())), warmup, total)
-        return self.lr * float(factor(update))
+        return self.lr * SCHEDULES[self.schedule]((update - warmup) / max(total - warmup, 1))
 
     def check_run(self, run: Run) -> None:
-        """Require weights that its state is sharded with, and a schedule that fits into the run's updates."""
+        """Require weights that its state is sharded with."""
         parallel = run.hardware.parallel
         if parallel not in self.parallel:
             problem = f"works with hardware.parallel={' or '.join(self.parallel)}, not {parallel}"
             raise ConfigError(problem, key="optim", value=choice_of("optim", self))
-        if run.train.data_epochs is None:  # otherwise the steps are known once the data is read
-            self.check_total(run.train.steps * run.train.updates_per_step)
-
-    def check_total(self, total: int) -> None:
-        """Raise ConfigError for a schedule that transformers refuses, or that does not fit into `total` updates."""
-        arguments = self.schedule_arguments
-        decay = arguments.get("num_decay_steps", 0)
-        if "num_decay_steps" in arguments and "num_stable_steps" not in arguments and self.warmup_steps + decay > total:
-            # the rate would jump between them
-            problem = f"with optim.warmup_steps={self.warmup_steps} these are more than the {total:,} updates"
-            raise ConfigError(problem, key="optim.schedule_arguments.num_decay_steps", value=decay)
-        self.rate(total - 1, total)
 
     def groups(self, parameters: Iterable[torch.nn.Parameter]) -> list[dict[str, Any]]:
         """The parameters with gradients in groups: norms and biases have no weight decay."""
@@ -219,26 +184,20 @@ class AdamW8bit(Adam):
 class Muon(Adam):
     """Muon (Jordan et al. 2024; torch's) for matrices in the layers; AdamW for embedding, head, norms and biases.
 
-    The experts of a mixture, which transformers keeps as one tensor with three dimensions, are AdamW's too.
+    Updates of matrices have AdamW's size (arXiv 2502.16982), and so its learning rates. The experts of a mixture, which
+    transformers keeps as one tensor with three dimensions, are AdamW's too.
     """
 
     momentum: float = 0.95
     """Decay rate, per update, of the average gradient of a matrix."""
     nesterov: bool = True
     """Step along the gradient beside its average, instead of along the average alone."""
-    scale: str = "match_rms_adamw"
-    """Size of a matrix's update: `match_rms_adamw` takes the learning rates of AdamW (arXiv 2502.16982), `original`
-    needs larger ones, such as 0.02."""
-    adamw_lr_share: float = 1.0
-    """Learning rate of the weights that AdamW trains, as a multiple of that of the matrices."""
 
     parallel: ClassVar[tuple[str, ...]] = ("ddp", "fsdp2")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self, "momentum", 0 <= self.momentum < 1, "must be at least 0 and below 1")
-        one_of(self, "scale", ("match_rms_adamw", "original"))
-        require(self, "adamw_lr_share", 0 <= self.adamw_lr_share < math.inf, "must be a finite number of 0 or more")
 
     def make_for(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         import torch
@@ -247,10 +206,9 @@ class Muon(Adam):
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         parts: list[torch.optim.Optimizer] = []
         if matrices := [p for name, p in trained if name in names]:
-            options: Any = {"momentum": self.momentum, "nesterov": self.nesterov, "adjust_lr_fn": self.scale}
+            options: Any = {"momentum": self.momentum, "nesterov": self.nesterov, "adjust_lr_fn": "match_rms_adamw"}
             parts.append(torch.optim.Muon(matrices, lr=self.lr, weight_decay=self.weight_decay, **options))
-        if others := self.groups(p for name, p in trained if name not in names):
-            groups = [group | {"lr_share": self.adamw_lr_share} for group in others]
+        if groups := self.groups(p for name, p in trained if name not in names):
             parts.append(torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True))
         return combine(parts)
 
@@ -258,37 +216,6 @@ class Muon(Adam):
         if in_layers:
             return {"momentum_buffer": StateTensor(shape)}
         return super().state_of(shape, in_layers)
-
-
-@part("optim", "adafactor")
-class Adafactor(Optimizer):
-    """Adafactor (arXiv 1804.04235; torch's): one number for each row and column of a matrix as its second moment."""
-
-    lr: float = 1e-4
-    """Learning rate of an update, after the warm-up, relative to the size of a weight; at most 1 / sqrt(updates)."""
-    beta2_decay: float = -0.8
-    """Exponent with which the decay rate of the second moment approaches 1."""
-    clip: float = 1.0
-    """Updates of a tensor are scaled down to this root mean square."""
-
-    parallel: ClassVar[tuple[str, ...]] = ("ddp",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, "beta2_decay", -1 <= self.beta2_decay < 0, "must be at least -1 and below 0")
-        require(self, "clip", 0 < self.clip < math.inf, "must be a finite number above 0")
-
-    def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        import torch
-
-        return torch.optim.Adafactor(self.groups(parameters), lr=self.lr, beta2_decay=self.beta2_decay, d=self.clip)
-
-    def state_of(self, shape: tuple[int, ...], in_layers: bool) -> Mapping[str, StateTensor]:
-        step = {"step": StateTensor(())}
-        if len(shape) < 2:
-            return step | {"variance": StateTensor(shape)}
-        rows, columns = (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
-        return step | {"row_var": StateTensor(rows), "col_var": StateTensor(columns)}
 
 
 @part("optim", "sgd")
@@ -363,22 +290,3 @@ def matrices_in_layers(model: torch.nn.Module) -> set[str]:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     ends |= {f"{name}.weight" for name, module in model.named_modules() if module is head}
     return {name for name, p in model.named_parameters() if p.ndim == 2 and name not in ends}
-
-
-@lru_cache(maxsize=8)
-def _factors(
-    lr: float, name: str, arguments: tuple[tuple[str, Any], ...], warmup: int, total: int
-) -> Callable[[int], float]:
-    """The function that transformers' schedule multiplies `lr` by."""
-    import torch
-    from transformers import get_scheduler
-
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-    try:
-        made: Any = get_scheduler(name, optimizer, warmup, total, dict(arguments))
-        found: Callable[[int], float] = made.lr_lambdas[0]
-        found(total - 1)
-    except (TypeError, ValueError, ArithmeticError) as error:
-        problem = f"transformers refuses these arguments of schedule={name}: {error}"
-        raise ConfigError(problem, key="optim.schedule_arguments", value=dict(arguments)) from error
-    return found

@@ -12,7 +12,6 @@ from torch import Tensor
 from grpocli.distributed.parallel import Parallel
 from grpocli.models.head import weights_kept
 from grpocli.models.lora import is_adapted, merged, switched_off
-from grpocli.progress import Progress, unreported
 from grpocli.training.logprobs import TokenScores, completion_scores
 from grpocli.training.packing import Layout, MicroBatch, Packed, Padded, RowBatch, shards_of
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from grpocli.distributed.context_parallel import ContextParallel
-    from grpocli.distributed.world import World
     from grpocli.types import Sampling
 
 
@@ -144,15 +142,9 @@ class Reference:
         """As the policy's."""
         return self.policy.shared_with
 
-    def begin(self, micro_batches: Sequence[RowBatch]) -> None:
-        """Called with this process's micro-batches of a step, before `score`."""
-
     def score(self, micro_batch: RowBatch, batch: MicroBatch, sampling: Sampling) -> None:
         """Set `ref_logp` of a micro-batch. Collective if weights are sharded."""
         micro_batch.known["ref_logp"] = self.logp(batch, sampling)
-
-    def finish(self, micro_batches: Sequence[RowBatch], world: World, progress: Progress = unreported) -> None:
-        """Called after `score` of all micro-batches of a step, before the first update. Collective."""
 
     @torch.no_grad()
     def logp(self, batch: MicroBatch, sampling: Sampling) -> Tensor:

@@ -103,12 +103,8 @@ class Updater:
         self.policy.wrapped.train()
         spans = group_spans(n_groups, self.train.minibatches)
         self.windows = [self._window(i, [r for r in rows if r.group in span]) for i, span in enumerate(spans)]
-        if self.reference:
-            self.reference.begin(self._row_batches)
         for window in self.windows:
             self._score_before_updates(window)
-        if self.reference:
-            self.reference.finish(self._row_batches, self.world, self.progress)
         return self.windows
 
     @property
@@ -256,14 +252,13 @@ class Updater:
         takes_no_ratio = self.algorithm.takes_sampler_as_old or self.algorithm.supervised
         needs_old = window.number > 0 and not takes_no_ratio
         needs_entropy = self.algorithm.tokens.needs_entropy
-        scoring = self.reference if self.reference and self.reference.models else None  # servers score meanwhile
-        if scoring is None and not needs_old and not needs_entropy:
+        if self.reference is None and not needs_old and not needs_entropy:
             return
         for i, micro_batch in enumerate(window.micro_batches):
             self.progress(i, len(window.micro_batches), "micro-batches", "log-probs before the update")
             batch = self._batch(micro_batch)
-            if scoring:
-                scoring.score(micro_batch, batch, self.sampling)
+            if self.reference:
+                self.reference.score(micro_batch, batch, self.sampling)
             if needs_old or needs_entropy:
                 logp, entropies, _ = self.policy.scores_without_gradient(batch, self.sampling)
                 if needs_old:

@@ -277,7 +277,7 @@ def _kl(part: KL) -> Formula:
         sources.append("reference sync: TR-DPO (arXiv 2404.09656)")
     if isinstance(part, Estimator) and part.on_policy:
         sources.append("importance weight: NeMo RL's GRPO guide")
-    shown = [f"{name} for {task}" if task else name for task, name in {**part.models, **part.urls}.items()]
+    shown = [f"{name} for {task}" if task else name for task, name in part.models.items()]
     teachers = f"π_ref: {', '.join(shown)}." if shown else ""
     return Formula(tuple(lines), symbols, tuple(sources), " ".join(filter(None, (teachers, part.warning))))
 

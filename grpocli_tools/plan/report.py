@@ -207,7 +207,7 @@ def candidates(plan: Plan) -> Iterator[list[str]]:
     rows, group = getattr(run.engine, "max_rows", 0), run.rollout.group_size
     if rows > group:
         harmless.append(f"engine.max_rows={max(group, rows // 4)}")
-    if resources.trainers > 1 and run.hardware.parallel in ("ddp", "zero2"):
+    if resources.trainers > 1 and run.hardware.parallel == "ddp":
         harmless.append("hardware.parallel=fsdp2")
     yield from ([change] for change in harmless)
     least = [c if "micro_batch" not in c else f"train.micro_batch_tokens={length}" for c in harmless]

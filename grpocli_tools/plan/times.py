@@ -264,8 +264,7 @@ def _reference_passes(inputs: PlanInputs) -> float:
     lengths = run.rollout.max_prompt_tokens, run.rollout.max_completion_tokens
     own = forward_flops(inputs.size, *lengths)
     passes = [forward_flops(teacher, *lengths) / own for teacher in inputs.teachers]
-    servers = len(set(run.algorithm.kl.urls.values()))
-    return sum(passes) / (len(passes) + servers) if passes else 0.0
+    return sum(passes) / len(passes) if passes else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from grpocli_tools.porting.foreign_names import (
     UNSTATED,
     without_effect,
 )
-from grpocli_tools.porting.port import HALVES, MISSING, Port, Unread, number_of, with_numbers
+from grpocli_tools.porting.port import HALVES, MISSING, Port, Unread, with_numbers
 from grpocli_tools.porting.script import ScriptSource
 from grpocli_tools.porting.trl_data import set_data, set_rewards
 
@@ -276,12 +276,10 @@ class Translation:
             port.set("optim", chosen)
         elif not name.startswith("adamw_torch"):
             port.lack("optim", name, "optim=adamw in float32 is used instead")
+        schedule = schedule.removesuffix("_with_warmup")
         if schedule not in SCHEDULES:
-            port.lack("lr_scheduler_type", schedule, "cosine is used instead, since it needs no metric")
+            port.lack("lr_scheduler_type", schedule, "cosine is used instead")
         port.set("optim.schedule", schedule if schedule in SCHEDULES else "cosine", "lr_scheduler_type")
-        for key, value, label in self.entries("lr_scheduler_kwargs"):
-            number = number_of(value) if isinstance(value, str) else None  # YAML's 1e-7 is a text
-            port.set(f"optim.schedule_arguments.{key}", value if number is None else number, label)
         self._warmup()
 
     def _warmup(self) -> None:

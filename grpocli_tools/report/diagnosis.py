@@ -206,8 +206,7 @@ def _by_accuracy(curves: Curves) -> tuple[str, str, str] | None:
 
 def has_teacher(flat: Mapping[str, Any]) -> bool:
     """Whether the reference of a run is a model other than its start policy."""
-    keys = ("algorithm.kl.model", "algorithm.kl.base_url")
-    return any(value is not None and f"{key}.".startswith(tuple(f"{k}." for k in keys)) for key, value in flat.items())
+    return any(value is not None and f"{key}.".startswith("algorithm.kl.model.") for key, value in flat.items())
 
 
 def _change_verdict(what: str, level: str, numbers: str, lower_is_better: bool = False) -> tuple[str, str, str]:

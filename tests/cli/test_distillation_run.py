@@ -1,5 +1,4 @@
-"""Whole runs that learn from a teacher: with and without rewards, resumed, from a server, and from a teacher that is
-gone."""
+"""Whole runs that learn from a teacher: with and without rewards, resumed, and from a teacher that is gone."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from cli.running import assert_same_run, killed_after, metrics, run_here
-from training.test_teachers import Server
 
 from grpocli.models.tiny import make_model, make_tokenizer
 from grpocli.runs.rollouts import read_rollouts
@@ -78,22 +76,3 @@ def test_rewards_do_not_change_a_distillation(tmp_path: Path, teacher: Path) -> 
     one, other = ((folder / "model" / "model.safetensors").read_bytes() for folder in (with_rewards, without))
     assert one == other
     assert "reward" in metrics(with_rewards)[0]
-
-
-@pytest.mark.survival
-def test_a_run_whose_teacher_is_lost_stops_with_a_checkpoint_and_resumes_exactly(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server = Server()
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    options = [*RUN, f"algorithm.kl.base_url={server.url}", "algorithm.kl.timeout=20", "train.minibatches=2"]
-    assert run_here(*options, f"hydra.run.dir={whole}") == 0
-    server.loses_after = server.scored + 1 + 4 + 2  # the check, a step, and half of the next
-    assert run_here(*options, f"hydra.run.dir={stopped}") == 3
-    sentence = capsys.readouterr().err
-    assert f"algorithm.kl.base_url={server.url}" in sentence
-    assert "stopped after step 1, which is saved" in sentence
-    server.loses_after = None
-    assert run_here("train", f"resume={stopped}") == 0
-    assert_same_run(stopped, whole)
-    server.close()

@@ -18,12 +18,10 @@ import httpx
 import pytest
 import torch
 from cli.family import wait_gone
-from composed import built
 from rollout.letters import cut, letters
 from rollout.vllm_tiny import VOCABULARY, Alone, TinyPolicy, build_model, expected_logprobs
 
 from grpocli.errors import ConfigError, EngineError
-from grpocli.models.tiny import make_tokenizer
 from grpocli.processes.reaper import descendants
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.transformers_engine import Transformers
@@ -32,8 +30,7 @@ from grpocli.rollout.vllm.engine import VllmEngine
 from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.server import free_port
 from grpocli.rollout.vllm.server_files import LOCK, Endpoint, run_file, serve_file
-from grpocli.training.teachers import Scoring, check_served, served_teachers
-from grpocli.types import Completion, Request, Row, Sampling
+from grpocli.types import Completion, Request, Sampling
 
 pytestmark = pytest.mark.vllm
 
@@ -167,29 +164,6 @@ def test_log_probs_equal_those_of_transformers(running: Running, sampling: Sampl
             assert TOKENIZER.eos_token_id not in one.token_ids[:-1]
             reasons.add(one.finish_reason)
     assert sampling != Sampling(24) or reasons == {"stop", "length"}
-
-
-def test_a_server_is_a_teacher(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It scores given completions under its own weights, and has the policy's tokenizer (algorithm.kl.base_url)."""
-    running.sync_first_weights()
-    monkeypatch.setenv("VLLM_API_KEY", running.endpoint.api_key)
-    kl = built("algorithm=opd", f"algorithm.kl.base_url={running.endpoint.url}").kl
-    check_served(kl, TOKENIZER, longest=100)
-    rows = [Row([5, 6, 7], [(3 * k + i) % 90 + 2 for i in range(4 + k)], [1], 0.0, k, []) for k in range(12)]
-    (teacher,) = served_teachers(kl)
-    assert Scoring(teacher, rows).wait() is None
-    for row in rows:
-        assert row.ref_logp is not None
-        expected = expected_logprobs(running.policy, row.prompt_ids, row.completion_ids, Sampling(9))
-        assert row.ref_logp == pytest.approx(expected, abs=1e-3)
-
-    with pytest.raises(ConfigError, match="max_model_len=128 has no room for a completion of 128 tokens and one more"):
-        check_served(kl, TOKENIZER, longest=128)
-    with pytest.raises(ConfigError, match="its tokenizer is not the policy's"):
-        check_served(kl, make_tokenizer(), longest=100)
-    monkeypatch.setenv("VLLM_API_KEY", "wrong")
-    with pytest.raises(ConfigError, match="HTTP 401"):
-        check_served(kl, TOKENIZER, longest=100)
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(running: Running) -> None:

@@ -12,7 +12,7 @@ import torch
 from models.architectures import architecture
 from training import updating
 from training.test_router_balance import ALONE, updated
-from training.test_teachers import SAMPLING, Server, rows, teachers_at
+from training.test_teachers import SAMPLING, rows
 from transformers import AutoModelForCausalLM
 
 from grpocli.config.schema import Train
@@ -62,16 +62,15 @@ def kept_bytes(world: World, folder: Path) -> dict[str, int]:
 
 
 def taught(world: World, folder: Path) -> dict[str, Any]:
-    """An update with a teacher at a server, which scores the rows of one task, and a loaded one for another task; then
-    one without rows for the server."""
+    """An update with a teacher for each of two tasks; then one without rows for one of them."""
     policy, optimizer = updating.loaded(world, folder / "model", updating.descent)
-    with world.parallel.loading():
-        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-        for weight in model.parameters():
-            weight.data *= 1.5
-    server = Server()
-    served = teachers_at(server.url, tasks=("a",)).served
-    teachers = Teachers([LoadedTeacher(model, policy, ("b",))], served, shared_with=world.context_parallel)
+    teachers = Teachers([])
+    for task, factor in (("a", 0.5), ("b", 1.5)):
+        with world.parallel.loading():
+            model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+            for weight in model.parameters():
+                weight.data *= factor
+        teachers.loaded.append(LoadedTeacher(model, policy, (task,)))
     assert updating.pack(policy, teachers, world)
     optim, overrides = AdamW(lr=0.1, max_grad_norm=0.0), ("algorithm=opd", "algorithm/correction=none")
     updater = updating.updater_for(
@@ -81,8 +80,7 @@ def taught(world: World, folder: Path) -> dict[str, Any]:
     metrics = updating.train_step(updater, rows(), 3)
     others = [row for row in rows() if row.task == "b"]
     later = updating.train_step(updater, others, 3, step=2)
-    server.close()
-    return {"metrics": metrics, "later": later, "weights": updating.whole(policy), "asked": server.scored}
+    return {"metrics": metrics, "later": later, "weights": updating.whole(policy)}
 
 
 def main(folder: Path, parallel: str, names: list[str]) -> None:

@@ -275,7 +275,7 @@ def test_a_failed_step_is_drawn_again(surplus: str) -> None:
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_step_that_was_not_trained_is_saved(staleness: int) -> None:
-    """A teacher's server may be lost between its rollouts and its update. Without prefetch it is drawn again."""
+    """A run may stop between a step's rollouts and its update. Without prefetch it is drawn again."""
     sampler = ScriptedSampler()
     sampler.allow(99)
     with ahead(collector(sampler), staleness, steps=8) as one:

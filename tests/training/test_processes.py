@@ -32,7 +32,7 @@ from grpocli.types import Request, Row, Sampling
 
 pytestmark = [pytest.mark.processes, pytest.mark.survival]
 
-ZERO = ("zero2", "zero3") if find_spec("deepspeed") else ()
+ZERO = ("zero3",) if find_spec("deepspeed") else ()
 PARALLEL = {1: ("ddp",), 2: ("ddp", "fsdp2"), 3: ("ddp", "fsdp2", *ZERO)}
 Results = dict[tuple[int, int, str], dict[str, Any]]
 ADVANTAGES = [[1.2, -0.3, -0.9], [-0.5, 1.5, -0.5, -0.5], [0.0, 0.0, 0.0], [2.0, -2.0], [0.4, 0.1, -0.7, 0.2, 0.3]]
@@ -291,7 +291,7 @@ def test_transformers_loads_the_checkpoints_of_any_number_of_processes(processes
 
 
 @pytest.mark.zero
-@pytest.mark.skipif(not ZERO, reason="no DeepSpeed: zero2 and zero3 are not tried (pip install deepspeed)")
+@pytest.mark.skipif(not ZERO, reason="no DeepSpeed: zero3 is not tried (pip install deepspeed)")
 def test_zero_is_part_of_the_tests_above(processes: Processes) -> None:
     results = processes.results(3)
     for rank, parallel in product(range(3), ZERO):
