@@ -23,8 +23,6 @@ BAD_ROWS: dict[str, bytes] = {
     "an integer of 5,000 digits": b'{"prompt": "x", "answer": ' + b"7" * 5000 + b"}",
     "an integer of 5,000,000 digits": b'{"prompt": "x", "answer": ' + b"7" * 5_000_000 + b"}",
     "a lone surrogate in the prompt": b'{"prompt": "a\\ud800", "answer": "2"}',
-    "a lone surrogate in the answer": b'{"prompt": "x", "answer": "\\udfff"}',
-    "a lone surrogate in a name": b'{"prompt": "x", "answer": "2", "\\ud800": 1}',
     "an answer that is NaN": b'{"prompt": "x", "answer": NaN}',
     "an answer that is Infinity": b'{"prompt": "x", "answer": -Infinity}',
     "a number too large for a float": b'{"prompt": "x", "answer": 1e999}',

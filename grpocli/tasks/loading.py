@@ -7,6 +7,7 @@ import json
 import math
 import re
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,28 +132,29 @@ def _text_rows(kind: str, files: Sequence[str], key: str, options: Mapping[str, 
     from fsspec.utils import infer_compression
 
     for file in files:
-        text = {"encoding": "utf-8-sig", "newline": "" if kind == "csv" else "\n"}
+        how = {"mode": "rt", "encoding": "utf-8-sig", "newline": ""} if kind == "csv" else {"mode": "rb"}
         packed = infer_compression(_bare(file))
-        with readable(file, key), fsspec.open(file, "rt", compression=packed, **text, **options) as lines:
+        with readable(file, key), fsspec.open(file, compression=packed, **how, **options) as lines:
             for row, place in _csv(lines) if kind == "csv" else _json(lines):
                 if not isinstance(row, dict):
                     raise ValueError(f"example {place} is not an object with columns: {row!r:.200}")
                 yield row
 
 
-def _json(lines: IO[str]) -> Iterator[tuple[Any, int]]:
+def _json(lines: IO[bytes]) -> Iterator[tuple[Any, int]]:
     """The values of the lines and their numbers; of a file that is one list, the values in it."""
     begun = False
-    for number, line in enumerate(lines, 1):
-        if not begun and line.lstrip().startswith("["):
-            listed = _value("".join([line, *lines]), "the list")
+    for number, read in enumerate(lines, 1):
+        line = read.removeprefix(BOM_UTF8)
+        if not begun and line.lstrip().startswith(b"["):
+            listed = _value(b"".join([line, *lines]), "the list")
             yield from zip(listed, range(1, len(listed) + 1), strict=True)
         elif line.strip():
             begun = True
             yield _value(line, f"line {number}"), number
 
 
-def _value(text: str, place: str) -> Any:
+def _value(text: bytes, place: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -91,7 +91,7 @@ def test_a_folders_files_are_chosen_by_split(
         ("a.csv", "", "it is empty"),
         ("a.csv", "q,a\n1,2\n1,2,3,4\n", "line 3 has more cells"),
         ("a.csv", 'q,a\n"1,2\n', "unexpected end of data"),
-        ("a.jsonl", b'\n{"a": "\xff"}', "cannot be read: 'utf-8'"),
+        ("a.jsonl", b'\n{"a": "\xff"}', "line 2 is not JSON .'utf-8'"),
         ("a.csv", '{"a": 1}\n'.encode("utf-16"), "cannot be read: 'utf-8'"),
         ("a.parquet", "no parquet", "cannot be read"),
     ],
