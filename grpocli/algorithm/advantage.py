@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-OTHERS_EPS = 1e-6
-"""Added to the std of the other completions."""
-
-
 @section("algorithm.advantage")
 class Quotient:
     """Base of the advantages that are divided by the spread of the scores."""
@@ -86,8 +82,11 @@ class LeaveOneOut:
         advantages_PG = centred_PG(scores_PG) * n_P1 / (n_P1 - 1).clamp(min=1)
         if self.scale == "none":
             return advantages_PG
-        std_PG = _std_of_others(scores_PG)
-        return advantages_PG / (std_PG + OTHERS_EPS).where(std_PG > 0, 1.0)
+        import torch
+
+        columns = torch.arange(scores_PG.shape[1], device=scores_PG.device)
+        std_PG = torch.cat([std_P1(scores_PG.index_fill(1, column, math.nan)) for column in columns], dim=1)
+        return advantages_PG / (std_PG + 1e-6).where(std_PG > 0, 1.0)
 
 
 @part("algorithm/advantage", "reinforce_pp")
@@ -139,12 +138,11 @@ class MaxRL:
 
     def __call__(self, scores_PG: Tensor) -> Tensor:
         if (scores_PG < 0).any():
-            raise ConfigError(
-                f"divides by the mean score of a group, and a completion scored {scores_PG[scores_PG < 0][0].item():g}",
-                key="algorithm/advantage",
-                value="max_rl",
-                hint="choose rewards of 0 or more, or algorithm/advantage=std",
+            problem = (
+                f"divides by a group's mean score, and a completion scored {scores_PG.nan_to_num(0.0).min().item():g}"
             )
+            hint = "choose rewards of 0 or more, or algorithm/advantage=std"
+            raise ConfigError(problem, key="algorithm/advantage", value="max_rl", hint=hint)
         centred, mean = centred_PG(scores_PG), mean_P1(scores_PG)
         return centred / mean.where(mean > 0, 1.0)
 
@@ -169,14 +167,6 @@ class Supervised:
 
     def __call__(self, scores_PG: Tensor) -> Tensor:
         return scores_PG.new_ones(scores_PG.shape)
-
-
-def _std_of_others(scores_PG: Tensor) -> Tensor:
-    """The sample standard deviation of each completion's group without the completion; 0 for fewer than two scores."""
-    import torch
-
-    columns = torch.arange(scores_PG.shape[1], device=scores_PG.device)
-    return torch.cat([std_P1(scores_PG.index_fill(1, column, math.nan)) for column in columns], dim=1)
 
 
 def _divide(centred_PG: Tensor, scale_P1: Tensor, eps: float) -> Tensor:

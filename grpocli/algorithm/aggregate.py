@@ -39,17 +39,11 @@ class Totals:
     rows_in_loss: int = 0
 
     @classmethod
-    def of(cls, advantages_B: Tensor, mask_BT: Tensor, group_ids_B: Tensor, micro_batches: int = 1) -> Totals:
-        return cls.from_lengths(advantages_B, mask_BT.sum(1), group_ids_B, micro_batches)
-
-    @classmethod
-    def from_lengths(
-        cls, advantages_B: Tensor, lengths_B: Tensor, group_ids_B: Tensor, micro_batches: int = 1
-    ) -> Totals:
+    def of(cls, advantages_B: Tensor, lengths_B: Tensor, group_ids_B: Tensor, micro_batches: int = 1) -> Totals:
+        """The counts of rows. lengths_B: tokens in the loss."""
         ids_N, index_B = group_ids_B.unique(return_inverse=True)
         tokens_N = lengths_B.long().new_zeros(len(ids_N)).index_add(0, index_B, lengths_B.long())
-        informative_N = lengths_B.long().new_zeros(len(ids_N))
-        informative_N = informative_N.index_add(0, index_B, (advantages_B != 0).long()) > 0
+        informative_N = tokens_N.new_zeros(len(ids_N)).index_add(0, index_B, (advantages_B != 0).long()) > 0
         return cls(
             rows=len(group_ids_B),
             tokens=int(tokens_N.sum()),

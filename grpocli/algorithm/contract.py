@@ -6,7 +6,7 @@ Only values of rewards are read, once a step: `loss`, called for every micro-bat
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from grpocli.algorithm.aggregate import Totals
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SIZES = {"P": 2, "G": 4, "B": 3, "T": 5}
-"""Prompts, completions of a group, rows and tokens of the trial."""
+"""Sizes of the trial."""
 RETURNS = {
     "advantage": "advantages [P, G]",
     "aggregate": "a weight of each row [B]",
@@ -46,33 +46,28 @@ def try_part(kind: str, part: Any) -> None:
     logp_BT = -torch.linspace(0.1, 1, B * T).reshape(B, T).requires_grad_()
     given: dict[str, Any] = {name: scores_PG for name, shape in GETS.items() if shape == "[P, G]"}
     given |= {"logp": logp_BT, "mask": torch.ones(B, T), "advantages": torch.ones(B), "group_ids": torch.arange(B)}
-    given["totals"] = Totals.of(given["advantages"], given["mask"], given["group_ids"])
+    given["totals"] = Totals.of(given["advantages"], given["mask"].sum(1), given["group_ids"])
     lengths = [scores_PG] if getattr(part, "needs_lengths", False) else []
     shape = [SIZES[letter] for letter in RETURNS[kind].rpartition("[")[2].rstrip("]").split(", ")]
     try:
         found, flags = loss_and_flags(part(*[given.get(name, logp_BT.detach()) for name in names], *lengths))
-        if not isinstance(found, torch.Tensor):
-            raise TypeError(f"it returns a {type(found).__name__}, which is no tensor")
         whole = found.expand(shape) if kind in ("correction", "entropy", "kl") else found
-        wrong = list(whole.shape) != shape
-        told = {"it returns": found} if wrong else {name: one for name, one in flags.items() if one.shape[:1] != (B,)}
-        problem = ", ".join(f"{name} {list(one.shape)}" for name, one in told.items())
-        if kind == "objective" and not problem and not found.requires_grad:
-            problem = "its loss has no gradient"
+        wrong = {"it": found} if list(whole.shape) != shape else {n: one for n, one in flags.items() if len(one) != B}
+        problem = ", ".join(f"{name} has the shape {list(one.shape)}" for name, one in wrong.items())
+        if kind == "objective" and not found.requires_grad:
+            problem = problem or "its loss has no gradient"
     except Exception as error:  # noqa: BLE001 - of the user's code, or of a result that is no tensor
         problem = raised(error)
     if problem:
         gets = ", ".join(f"{name} {GETS.get(name, '[B, T]')}" for name in names)
-        sizes = ", ".join(f"{name}={size}" for name, size in SIZES.items())
-        problem = f"gets ({gets}) and returns {RETURNS[kind]}; in a trial with {sizes}: {problem}"
+        problem = f"gets ({gets}) and returns {RETURNS[kind]}; in a trial with {SIZES}: {problem}"
         raise ConfigError(problem, key=f"algorithm/{kind}", value=choice_of(f"algorithm/{kind}", part))
 
 
 def checked_rewards(rewards: Mapping[str, Tensor], weights: Mapping[str, float] | None) -> dict[str, Tensor]:
     """The rewards as floating-point tensors [P, G].
 
-    Raises ValueError with the reward's name for another shape, an infinite reward or weight, and the weight of a
-    missing reward.
+    Raises ValueError with the reward's name for another shape, an infinite reward or weight, or a missing reward.
     """
     import torch
 
@@ -83,11 +78,8 @@ def checked_rewards(rewards: Mapping[str, Tensor], weights: Mapping[str, float] 
         if values.ndim != 2 or values.shape != shape:
             raise ValueError(f"reward {name!r} has the shape {list(values.shape)}; give [P, G], the same for all")
         if values.isinf().any():
-            group, completion = values.isinf().nonzero()[0].tolist()
-            raise ValueError(
-                f"reward {name!r} is {values[group, completion].item()} for completion {completion} of group {group}; "
-                "give a finite number, or NaN where it does not apply"
-            )
+            where = values.isinf().nonzero()[0].tolist()
+            raise ValueError(f"reward {name!r} is infinite at {where}; give NaN where it does not apply")
     for name, weight in (weights or {}).items():
         if name not in rewards:
             raise ValueError(f"weights[{name!r}]: there is no such reward{nearest(name, rewards)}")
@@ -96,21 +88,17 @@ def checked_rewards(rewards: Mapping[str, Tensor], weights: Mapping[str, float] 
     return {n: v if v.is_floating_point() else v.to(torch.get_default_dtype()) for n, v in rewards.items()}
 
 
-def check_accuracy(names: Sequence[str], rewards: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless `names` holds the name of a reward for each group."""
-    groups = len(next(iter(rewards.values())))
-    if len(names) != groups:
-        raise ValueError(f"accuracy has {len(names)} names, and there are {groups} groups; give one for each")
-    for name in names:
-        if name not in rewards:
-            raise ValueError(f"accuracy: there is no reward {name!r}{nearest(name, rewards)}")
+def check_rows(logp: Tensor, **others: Tensor | None) -> None:
+    """Raise ValueError with the name of an argument of `loss` whose shape would be broadcast silently.
 
-
-def check_rows(logp: Tensor, per_token: Mapping[str, Tensor | None], per_row: Mapping[str, Tensor | None]) -> None:
-    """Raise ValueError with the name of an argument of `loss` whose shape would be broadcast silently."""
+    `group_ids` is [B], `advantages` is [B] or [B, T], and the others are [B, T].
+    """
     if logp.ndim != 2:
         raise ValueError(f"loss(logp=...) has the shape {list(logp.shape)}; give [B, T]")
-    for arguments, shape in ((per_token, logp.shape), (per_row, logp.shape[:1])):
-        for name, value in arguments.items():
-            if value is not None and value.shape != shape:
-                raise ValueError(f"loss({name}=...) has the shape {list(value.shape)}; give {list(shape)}, as logp has")
+    for name, value in others.items():
+        if value is None:
+            continue
+        of_rows = name == "group_ids" or (name == "advantages" and value.ndim == 1)
+        shape = logp.shape[:1] if of_rows else logp.shape
+        if value.shape != shape:
+            raise ValueError(f"loss({name}=...) has the shape {list(value.shape)}; give {list(shape)}, as logp has")

@@ -74,15 +74,11 @@ class Importance:
         require(self, "high", self.high >= 1, "must be 1 or more, the ratio of a token that agrees; inf: no bound")
 
     def __call__(self, old_logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        def x(level: str) -> Tensor:
-            """The ratio [B, T], or [B, 1] of sequences."""
-            return log_ratio(old_logp_BT, rollout_logp_BT, mask_BT, level).exp()
-
         weight = old_logp_BT.new_ones(())
         if self.weigh != "none":
-            weight = x(self.weigh).clamp(self.min, self.max)
+            weight = log_ratio(old_logp_BT, rollout_logp_BT, mask_BT, self.weigh).exp().clamp(self.min, self.max)
         if self.drop != "none":
-            ratio = x(self.drop)
+            ratio = log_ratio(old_logp_BT, rollout_logp_BT, mask_BT, self.drop).exp()
             weight = weight.where((ratio >= self.low) & (ratio <= self.high), 0.0)
         return weight.detach()
 
@@ -96,14 +92,20 @@ class Preset:
     max: float = 2.0
     """Upper bound of rho."""
     level = "token"
+    drops = False
 
     def __post_init__(self) -> None:
-        _ = self.importance  # which checks the bounds
+        if self.drops:
+            require(self, "max", self.max >= 1, "must be 1 or more, the ratio of a token that agrees; inf: no bound")
+            require(self, "min", 0 <= self.min <= 1, "must be between 0 and 1, the ratio of a token that agrees")
+        _ = self.importance  # which checks the bounds of a weight
 
     @property
     def importance(self) -> Importance:
-        """The setting."""
-        raise NotImplementedError
+        """The setting: the ratio as a weight, clamped to the bounds or dropped outside of them."""
+        if self.drops:
+            return Importance(self.level, max=math.inf, drop=self.level, low=self.min, high=self.max)
+        return Importance(self.level, self.min, self.max)
 
     def __call__(self, old_logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
         return self.importance(old_logp_BT, rollout_logp_BT, mask_BT)
@@ -115,10 +117,6 @@ class TokenTruncate(Preset):
 
     `importance` with weigh=token drop=none. TRL's mode of the same name, verl's and slime's TIS.
     """
-
-    @property
-    def importance(self) -> Importance:
-        return Importance(self.level, self.min, self.max)
 
 
 @part("algorithm/correction", "auto")
@@ -150,13 +148,7 @@ class TokenMask(Preset):
     `importance` with weigh=token max=inf and drop=token. NeMo RL's icepop, TRL's mode of the same name.
     """
 
-    def __post_init__(self) -> None:
-        require(self, "max", self.max >= 1, "must be 1 or more, the ratio of a token that agrees; inf: no bound")
-        require(self, "min", 0 <= self.min <= 1, "must be between 0 and 1, the ratio of a token that agrees")
-
-    @property
-    def importance(self) -> Importance:
-        return Importance(self.level, max=math.inf, drop=self.level, low=self.min, high=self.max)
+    drops = True
 
 
 @part("algorithm/correction", "sequence_truncate")

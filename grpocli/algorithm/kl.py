@@ -38,10 +38,8 @@ class KL:
     beta: float = 0.04
     """KL coefficient in the loss; with 0, no reference model is loaded."""
     model: Any = None
-    """Reference model, the teacher of a distillation: a folder, a name on the hub, or a mapping from each task to one
-    of these. null: the start policy. Its tokenizer must be that of the policy."""
-    revision: str | None = None
-    """Branch, tag or commit of algorithm.kl.model on the hub; null: the default branch."""
+    """Reference model, the teacher of a distillation: a folder, a name on the hub or `hub:OWNER/NAME@REVISION`, or a
+    mapping from each task to one of these. null: the start policy. Its tokenizer must be that of the policy."""
     sync_every: int = 0
     """Steps between updates of the reference; 0: never. It becomes alpha x policy + (1 - alpha) x reference, TR-DPO
     (arXiv 2404.09656)."""
@@ -55,11 +53,6 @@ class KL:
         require(self, "sync_alpha", 0 <= self.sync_alpha <= 1, "must be between 0 and 1")
         problem = "the policy cannot be mixed into a teacher: leave algorithm.kl.model null"
         require(self, "sync_every", not (self.sync_every and self.has_teacher), problem)
-        needs_a_name = "is a revision of algorithm.kl.model on the hub, which is null"
-        require(self, "revision", self.revision is None or self.model is not None, needs_a_name)
-
-    def __call__(self, logp_BT: Tensor, old_logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
-        raise NotImplementedError
 
     @property
     def models(self) -> dict[str, str]:
@@ -72,15 +65,6 @@ class KL:
     def has_teacher(self) -> bool:
         """Whether the reference is a model other than the start policy."""
         return bool(self.models)
-
-    def clamped(self, logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor | None:
-        """The tokens [B, T] whose estimate is at its bound; None if the estimator has no bound."""
-        return None
-
-    @property
-    def warning(self) -> str:
-        """A sentence about settings that rarely make sense; empty if there is nothing to say."""
-        return ""
 
 
 EVERY_TASK = ""
@@ -101,7 +85,7 @@ def has_teacher(kl: object) -> bool:
 
 def teachers_in(kl: object) -> tuple[object, ...]:
     """What tells apart the teachers of two KL parts; () without one."""
-    return (kl.models, kl.revision) if isinstance(kl, KL) and kl.has_teacher else ()
+    return (kl.models,) if isinstance(kl, KL) and kl.has_teacher else ()
 
 
 def _names(value: Any) -> bool:
@@ -149,17 +133,9 @@ class Reverse(KL):
 class K1(Estimator):
     """-z with z = log pi_ref - log pi_theta: unbiased, high variance, may be negative.
 
-    Its gradient is that of log pi_theta, whose expectation on-policy is 0; `on_policy` gives it that of the divergence.
+    Its gradient is that of log pi_theta, whose expectation on-policy is 0: it measures the divergence without reducing
+    it. `on_policy` gives it the gradient of the divergence.
     """
-
-    @property
-    def warning(self) -> str:
-        if not self.beta or self.on_policy:
-            return ""
-        return (
-            "algorithm/kl=k1 measures the KL divergence without reducing it, because its expected gradient is 0: set "
-            "algorithm.kl.on_policy=true, or choose algorithm/kl=k2 or k3"
-        )
 
     def estimate(self, z_BT: Tensor) -> Tensor:
         return -z_BT
@@ -181,17 +157,9 @@ class K3(Estimator):
     """exp(z) - z - 1 with z = log pi_ref - log pi_theta: unbiased and never negative up to 10, where it is cut off.
 
     GRPO (arXiv 2402.03300), equation 4. The bound is that of NeMo RL and verl: exp(89) is infinite in float32. Beyond
-    it, where z is above 2.6 or below -11, the KL term of a token has no gradient; `kl_clamped_ratio` is the share of
-    such tokens. k1 and k2 cannot overflow.
+    it, where z is above 2.6 or below -11, the KL term of a token has no gradient. k1 and k2 cannot overflow.
     """
 
     def estimate(self, z_BT: Tensor) -> Tensor:
-        return _k3(z_BT).clamp(max=MAX_K3)
-
-    def clamped(self, logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
-        return _k3(ref_logp_BT - logp_BT) > MAX_K3
-
-
-def _k3(z_BT: Tensor) -> Tensor:
-    z_BT = z_BT.clamp(-FARTHEST, FARTHEST)
-    return z_BT.exp() - z_BT - 1
+        z_BT = z_BT.clamp(-FARTHEST, FARTHEST)
+        return (z_BT.exp() - z_BT - 1).clamp(max=MAX_K3)

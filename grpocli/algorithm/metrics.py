@@ -23,16 +23,11 @@ MEANS_OVER_COMPUTED = (
     *OF_THE_GAP,
     "approx_entropy",
     "entropy",
-    "kl_clamped_ratio",
 )
 """Means over the computed tokens; without such tokens the metric is missing."""
 
 EXTREMES = {"clip_ratio/low_min": -1, "clip_ratio/high_max": 1}
 """Metrics that combine as a minimum (-1) or a maximum (1) over the parts of a window; all others are sums."""
-
-
-DROPPED = "dropped"
-"""The side of an objective's flags of rows that it drops."""
 
 
 def combined(name: str, one: float, other: float) -> float:
@@ -49,32 +44,28 @@ def loss_metrics(
     totals: Totals,
     clipped: dict[str, Tensor],
     kl_BT: Tensor | None = None,
-    clamped_BT: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Metrics of the gap between sampler and trainer, of clipping, and of the KL estimate.
 
     Except those of clipping, they are means over the window's computed tokens (see `Totals.skipped`).
     trainer_logp_BT: the trainer's log-probs that the sampler's are compared with.
-    kl: the chosen estimator. kl_clamped_ratio: share of tokens (`clamped_BT`) whose estimate is at its bound.
+    kl_BT: the chosen estimate.
     Without the sampler's log-probs the metrics of the gap are missing, and approx_entropy uses the trainer's.
     """
     import torch
 
     logp_BT = logp_BT.detach()
-
     values = {} if rollout_logp_BT is None else gap_metrics(trainer_logp_BT, rollout_logp_BT)
     sampler_BT = trainer_logp_BT if rollout_logp_BT is None else rollout_logp_BT
     values["approx_entropy"] = -(logp_BT - sampler_BT).exp() * logp_BT
     if kl_BT is not None:
         values["kl"] = kl_BT.detach()
-    if clamped_BT is not None:
-        values["kl_clamped_ratio"] = clamped_BT
     # all in one tensor: on a GPU each operation is a launch
     means_M = torch.stack(list(values.values())).mul_(mask_BT).sum((1, 2)) / max(totals.tokens - totals.skipped, 1)
     metrics = dict(zip(values, means_M.unbind(), strict=True))
     for side, flags in clipped.items():
         metrics |= _clip_metrics(side, flags.to(logp_BT.dtype), mask_BT, totals)
-    if sides := [side for side in clipped if side != DROPPED]:
+    if sides := [side for side in clipped if side != "dropped"]:
         means = [metrics[f"clip_ratio/{side}_mean"] for side in sides]
         metrics["clip_ratio/region_mean"] = torch.stack(means).sum()
     return metrics
@@ -115,7 +106,7 @@ def _clip_metrics(side: str, flags: Tensor, mask_BT: Tensor, totals: Totals) -> 
     of_tokens = flags.shape == mask_BT.shape
     clipped = (flags * mask_BT).sum() if of_tokens else flags.sum()
     metrics = {f"clip_ratio/{side}_mean": clipped / max(totals.tokens if of_tokens else totals.rows, 1)}
-    if side == DROPPED:
+    if side == "dropped":
         return metrics
     share = clipped / (mask_BT.sum() if of_tokens else mask_BT.any(1).sum()).clamp(min=1)
     if side == "high":

@@ -15,15 +15,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Terms = tuple["Tensor", dict[str, "Tensor"]]
-"""The loss [B, T] and its flags by side, which an objective returns."""
+"""The loss [B, T] and its flags by side: `low`, `high`, `dropped` ..."""
 
 FARTHEST = 20.0
 """Nats. Ratios beyond exp(+-20) are clamped, without gradient. No sensible clip range is that wide, and exp(89),
 infinite in float32, times an advantage of 0 is NaN."""
 
 ALMOST_SURE = 1e-8
-
-SHARPNESS = "must be above 0 (at least 1e-6) and finite"
 
 
 @part("algorithm/objective", "clip")
@@ -57,19 +55,11 @@ class Clip:
         require(self, "low", 0 <= self.low <= 1, "must be between 0 and 1")
         require(self, "high", self.high >= 0, "must be 0 or more")
         require(self, "dual", self.dual is None or self.dual > 1, "must be above 1, or null for none")
-        require(
-            self,
-            "delta",
-            self.delta is None or self.delta > 1 + self.high,
-            "must be above 1 + algorithm.objective.high, or null for none",
-        )
+        problem = "must be above 1 + algorithm.objective.high, or null for none"
+        require(self, "delta", self.delta is None or self.delta > 1 + self.high, problem)
         one_of(self, "level", ("token", "sequence"))
-        require(
-            self,
-            "drop_above",
-            self.drop_above is None or 0 <= self.drop_above < math.inf,
-            "must be a finite number of 0 or more, or null for none",
-        )
+        finite = self.drop_above is None or 0 <= self.drop_above < math.inf
+        require(self, "drop_above", finite, "must be a finite number of 0 or more, or null for none")
 
     def __call__(self, logp_BT: Tensor, old_logp_BT: Tensor, advantages: Tensor, mask_BT: Tensor) -> Terms:
         one_each = advantages.ndim == 1  # an advantage per row
@@ -84,10 +74,8 @@ class Clip:
         surrogate = gain.minimum(clipped_gain)
         if self.dual is not None:
             surrogate = surrogate.maximum(self.dual * advantages).where(advantages < 0, surrogate)
-        sides = {
-            "low": (ratio < 1 - self.low) & (advantages < 0),
-            "high": (ratio > 1 + self.high) & (advantages > 0),
-        }
+        below, above = ratio < 1 - self.low, ratio > 1 + self.high
+        sides = {"low": below & (advantages < 0), "high": above & (advantages > 0)}
         if self.drop_above is not None:
             away_B1 = -log_ratio(logp_BT.detach(), old_logp_BT, mask_BT, "sequence")
             sides["dropped"] = (advantages < 0) & (away_B1 > self.drop_above)
@@ -136,15 +124,15 @@ class Sapo:
     """Sharpness of the gate where A <= 0."""
 
     def __post_init__(self) -> None:
-        require(self, "tau_positive", 1e-6 <= self.tau_positive < math.inf, SHARPNESS)
-        require(self, "tau_negative", 1e-6 <= self.tau_negative < math.inf, SHARPNESS)
+        for name in ("tau_positive", "tau_negative"):
+            ok = 1e-6 <= getattr(self, name) < math.inf
+            require(self, name, ok, "must be above 0 (at least 1e-6) and finite")
 
     def __call__(self, logp_BT: Tensor, old_logp_BT: Tensor, advantages: Tensor, mask_BT: Tensor) -> Terms:
         ratio_BT = log_ratio(logp_BT, old_logp_BT, mask_BT, "token").exp()
         advantages = per_token(advantages)
-        tau = advantages.new_full((), self.tau_positive).where(
-            advantages > 0, advantages.new_full((), self.tau_negative)
-        )
+        positive, negative = (advantages.new_full((), tau) for tau in (self.tau_positive, self.tau_negative))
+        tau = positive.where(advantages > 0, negative)
         gate_BT = (tau * (ratio_BT - 1)).sigmoid() * 4 / tau
         return -gate_BT * advantages, {}
 
@@ -177,26 +165,21 @@ class Dppo:
 
     @property
     def zero_at_zero_advantage(self) -> bool:
-        """Whether loss and gradient are 0 where the advantage is 0."""
+        """As of `Clip`."""
         return self.drift == 0
 
     def __call__(self, logp_BT: Tensor, old_logp_BT: Tensor, advantages: Tensor, mask_BT: Tensor) -> Terms:
         advantages = per_token(advantages)
-        below_BT, above_BT = self._beyond(logp_BT.detach(), old_logp_BT)
+        change_BT = logp_BT.detach().exp() - old_logp_BT.exp()
+        moved_BT = change_BT.abs() if self.divergence == "tv" else binary_kl(old_logp_BT, logp_BT.detach())
+        below_BT = (change_BT < 0) & (moved_BT > self.low)
+        above_BT = (change_BT > 0) & (moved_BT > self.high)
         sides = {"low": below_BT & (advantages < 0), "high": above_BT & (advantages > 0)}
         ratio_BT = log_ratio(logp_BT, old_logp_BT, mask_BT, "token").exp()
         loss_BT = -(ratio_BT * advantages).masked_fill(sides["low"] | sides["high"], 0.0)
         if self.drift:
             loss_BT = loss_BT + self.drift * ((logp_BT - old_logp_BT) * mask_BT).square()
         return loss_BT, sides
-
-    def _beyond(self, logp_BT: Tensor, old_logp_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether each token has fallen, and has risen, out of the trust region."""
-        change_BT = logp_BT.exp() - old_logp_BT.exp()
-        if self.divergence == "tv":
-            return change_BT < -self.low, change_BT > self.high
-        kl_BT = binary_kl(old_logp_BT, logp_BT)
-        return (change_BT < 0) & (kl_BT > self.low), (change_BT > 0) & (kl_BT > self.high)
 
 
 @part("algorithm/objective", "mirror")
@@ -216,7 +199,7 @@ class Mirror:
 
     @property
     def zero_at_zero_advantage(self) -> bool:
-        """Whether loss and gradient are 0 where the advantage is 0."""
+        """As of `Clip`."""
         return self.tau == 0
 
     def __call__(self, logp_BT: Tensor, old_logp_BT: Tensor, advantages: Tensor, mask_BT: Tensor) -> Terms:
@@ -250,10 +233,8 @@ class Geometric:
             raise ValueError("algorithm/objective=geometric needs an advantage per row: loss(advantages=[B])")
         advantages_B1 = per_token(advantages)
         log_ratio_BT = log_ratio(logp_BT, old_logp_BT, mask_BT, "token")
-        sides = {
-            "low": (log_ratio_BT < -self.low) & (advantages_B1 < 0),
-            "high": (log_ratio_BT > self.high) & (advantages_B1 > 0),
-        }
+        below_BT, above_BT = log_ratio_BT < -self.low, log_ratio_BT > self.high
+        sides = {"low": below_BT & (advantages_B1 < 0), "high": above_BT & (advantages_B1 > 0)}
         clipped_BT = log_ratio_BT.clamp(max=self.high).where(advantages_B1 > 0, log_ratio_BT.clamp(min=-self.low))
         mean_B1 = (clipped_BT * mask_BT).sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1)
         return -(advantages_B1 * mean_B1.exp()).expand_as(logp_BT), sides

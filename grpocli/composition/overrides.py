@@ -113,7 +113,7 @@ def rewrite(overrides: Sequence[str]) -> list[str]:
     return _hf_for_path(overrides)
 
 
-PATH = re.compile(r"(?!hydra\.).*[._](path|file|folder|chat_template|response_template|kl\.model(\.\w+)?)")
+PATH = re.compile(r"(?!hydra\.).*[._](path|file|folder|chat_template|kl\.model(\.\w+)?)")
 LORA = re.compile(r"^(\+*model\.lora)=([\d, ]+)$")
 """`model.lora=16`, short for `model.lora.rank=16`."""
 

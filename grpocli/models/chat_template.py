@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.chat_clock import CLOCK
 from grpocli.config.parts import nearest
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, config_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SWITCHES = ("enable_thinking", "thinking")
-"""Variables with which chat templates turn thinking on and off."""
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", CLOCK}
 """Names in a chat template that the user cannot set."""
 GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
@@ -29,16 +27,12 @@ def arguments_of(part: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any
 
     Raises ConfigError for an argument that the template does not read.
     """
-    arguments = dict(getattr(part, "chat_template_arguments", None) or {})
-    thinking = getattr(part, "thinking", None)
-    if arguments or thinking is not None:
-        read = variables(tokenizer)
-        for name in sorted(arguments.keys() - read):
-            known = f"it reads {', '.join(sorted(read))}{nearest(name, read)}" if read else "it reads none"
-            problem = f"the chat template of the model reads no such variable; {known}"
-            raise ConfigError(problem, key=f"model.chat_template_arguments.{name}", value=arguments[name])
-        if thinking is not None:
-            arguments[_switch(read, arguments, thinking)] = thinking
+    arguments = dict(getattr(part, "chat_template_arguments", {}))
+    read = variables(tokenizer) if arguments else set()
+    for name in sorted(arguments.keys() - read):
+        known = f"it reads {', '.join(sorted(read))}{nearest(name, read)}" if read else "it reads none"
+        problem = f"the chat template of the model reads no such variable; {known}"
+        raise ConfigError(problem, key=f"model.chat_template_arguments.{name}", value=arguments[name])
     return arguments
 
 
@@ -49,35 +43,17 @@ def variables(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # nothing is rendered
     template = tokenizer.chat_template or ""
     found: set[str] = set()
-    for text in template.values() if isinstance(template, dict) else [template]:
-        try:
+    with config_errors(TemplateSyntaxError, says="its chat template is not valid Jinja: {}", key="model"):
+        for text in template.values() if isinstance(template, dict) else [template]:
             found |= meta.find_undeclared_variables(environment.parse(GENERATION.sub("", text)))
-        except TemplateSyntaxError as error:
-            problem = f"its chat template is not valid Jinja: line {error.lineno}: {error.message}"
-            raise ConfigError(problem, key="model", hint="give model.chat_template=FILE") from error
     return found - GIVEN - {*environment.globals, *tokenizer.special_tokens_map}
-
-
-def _switch(read: set[str], arguments: Mapping[str, Any], thinking: bool) -> str:
-    """The variable of the chat template that turns thinking on and off."""
-    key, value = "model.thinking", str(thinking).lower()
-    name = next((name for name in SWITCHES if name in read), None)
-    if name is None:
-        problem = f"the chat template of the model cannot turn thinking on or off: it reads no {' or '.join(SWITCHES)}"
-        hint = "leave it out, or choose a model that thinks as you want"
-        if "reasoning_effort" in read:
-            hint = "leave it out, or give model.chat_template_arguments.reasoning_effort=low"
-        raise ConfigError(problem, key=key, value=value, hint=hint)
-    if arguments.get(name, thinking) != thinking:
-        raise ConfigError(f"model.chat_template_arguments.{name} says the opposite: give one", key=key, value=value)
-    return name
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The token with which the chat template ends every turn of the model; None if it writes no such token.
 
-    The last control token that follows a turn both at the end of a conversation and before a further message. gpt-oss
-    has none: it ends its last turn with another token than the parts of earlier ones.
+    The last control token that follows a turn both at the end of a conversation and before a further message; gpt-oss
+    has none.
     """
     if not tokenizer.chat_template:
         return None

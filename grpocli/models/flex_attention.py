@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 TILE = 128
 """Queries and keys of a tile."""
 KERNEL = {"FORCE_USE_FLEX_ATTENTION": True, "IS_DIVISIBLE": True}
-"""One kernel for sequences of every length: the one for short ones has no groups of three or seven heads.
-
-Sequences are whole tiles, which torch does not see in a length that is a symbol.
-"""
+"""One kernel for every length: the one for short sequences has no groups of three or seven heads. They are whole tiles,
+which torch does not see in a length that is a symbol."""
 BLOCKS = {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "bwd_num_warps": 4} | {
     f"bwd_BLOCK_{side}": 64 for side in ("M1", "N1", "M2", "N2")
 }
@@ -46,14 +44,12 @@ class TiledMask:
 
     mask: BlockMask
     dense: Tensor | None = None
-    """[N, N]: the same as values to add to scores, for a CPU, where torch's kernel has no backward pass. Its memory is
-    quadratic in the tokens of a micro-batch. None: the kernel is called."""
+    """[N, N]: the same as values to add to scores, for a CPU, where torch's kernel has no backward pass."""
 
     @classmethod
     def build(cls, prompts: Sequence[tuple[int, Sequence[int]]], device: torch.device, on_cpu: bool) -> TiledMask:
         """The mask of a sequence. prompts: the tokens of each prompt, and of each of its completions, which follow."""
-        spans_S4 = np.array(list(_spans(prompts)))
-        mask = _block_mask(spans_S4, device)
+        mask = _block_mask(np.array(list(_spans(prompts))), device)
         return cls(mask, _dense(mask, device) if on_cpu else None)
 
     def dense_form(self) -> TiledMask:
@@ -81,9 +77,9 @@ class TiledMask:
 
 def _call(query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> Tensor:
     """The kernel's output. Alone, it has one graph for states with a gradient, without, and for a mixture (LoRA)."""
-    if torch.compiler.is_compiling():  # as a part of a decoder layer's graph
-        from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import flex_attention
 
+    if torch.compiler.is_compiling():  # as a part of a decoder layer's graph
         inlined: Tensor = flex_attention(query, key, value, **how)
         return inlined
     has_gradient = torch.is_grad_enabled()
@@ -103,10 +99,7 @@ def _kernel() -> Callable[..., Tensor]:
 
 
 def for_any_size() -> AbstractContextManager[None]:
-    """A block in which torch compiles graphs for sizes that are equal by chance, such as two tiles and two heads.
-
-    Otherwise they would be compiled again for a micro-batch in which these differ.
-    """
+    """A block in which graphs are compiled for sizes that may differ, though two are equal by chance."""
     from torch.fx.experimental import _config
 
     block: AbstractContextManager[None] = _config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
@@ -124,10 +117,7 @@ def _spans(prompts: Sequence[tuple[int, Sequence[int]]]) -> Iterator[tuple[int, 
 
 
 def _block_mask(spans_S4: Array, device: torch.device) -> BlockMask:
-    """The `BlockMask` of spans, computed by numpy and moved without waiting for the device.
-
-    On a machine of many cores each little operation of torch would wake all of its threads, which takes longer.
-    """
+    """The `BlockMask` of spans, by numpy: each little operation of torch would wake a thread on every core."""
     from torch.nn.attention.flex_attention import BlockMask
 
     start_S, n_S, first_S, n_before_S = spans_S4.T

@@ -2,11 +2,9 @@
 
     W = absmax [blocks of 64] x NF4 value of each number        4.5 bits a weight
 
-bitsandbytes quantizes W. The layers multiply by W in the dtype of the computation, in every forward alike, with
-gradients and without. So a copy of the model with these weights, which vLLM serves, is the same model. The layer of
-bitsandbytes has other kernels without gradients, which round differently, and on a CPU repacks its weights for them for
-good. Scales are not quantized a second time: their mean depends on the number of threads, so a resume could have other
-weights.
+bitsandbytes quantizes W. The layers multiply by W in the dtype of the computation, also without gradients, so a copy
+of the model with these weights, which vLLM serves, is the same model (README.md). Scales are not quantized a second
+time: their mean depends on the number of threads, so a resume could have other weights.
 """
 
 from __future__ import annotations

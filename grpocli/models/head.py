@@ -2,18 +2,14 @@
 
     logits = float32(round(h)) float32(round(W))^T      round: to the dtype of the computation
 
-The operands are rounded as in every other layer, and as vLLM does it: its weights and hidden states are in that dtype.
-So both sample from the same weights. But their products, sums and logits are float32, which vLLM has with
+The operands are rounded as in every other layer and in vLLM, which has products in float32 with
 `--hf-overrides '{"head_dtype": "float32"}'`. W stays one float32 parameter, also when it is the embedding, and neither
 its gradient nor that of logits is rounded. In a model that computes in float32 nothing changes, to the bit.
-
-Papers: MiniMax-M1 (arXiv 2506.13585), section 3.2; ScaleRL (arXiv 2510.13786).
+MiniMax-M1 (arXiv 2506.13585), section 3.2; ScaleRL (arXiv 2510.13786).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,33 +23,14 @@ if TYPE_CHECKING:
 
 
 class Float32Head(torch.nn.Linear):
-    """A linear layer with logits in float32, from operands in the dtype of the computation.
-
-    A layer of transformers becomes one by its class, so that names, tied weights and hooks stay.
-    """
-
-    _keeps = False
-    _kept: Tensor | None = None
+    """A layer of transformers becomes one by its class, so that names, tied weights and hooks stay."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Logits [..., V] in float32 of hidden states [..., H]."""
-        weight_VH = self._kept
-        if weight_VH is None:
-            weight_VH = rounded(self.weight)
-            self._kept = weight_VH.detach() if self._keeps else None
         bias_V = None if self.bias is None else rounded(self.bias)
-        input = rounded(input)
+        input, weight_VH = rounded(input), rounded(self.weight)
         with torch.autocast(input.device.type, enabled=False):
             return torch.nn.functional.linear(input, weight_VH, bias_V)
-
-    @contextmanager
-    def keeping(self) -> Iterator[None]:
-        """A block without gradients and updates in which the weight is cast once, not for every token."""
-        self._keeps = True
-        try:
-            yield
-        finally:
-            self._keeps, self._kept = False, None
 
 
 def rounded(tensor: Tensor) -> Tensor:
@@ -90,10 +67,7 @@ def product(a_NK: Tensor, b_KM: Tensor, on_cpu: bool) -> Tensor:
 
 
 def parts_(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Two tensors of a shorter dtype whose sum is nearly a float32 tensor, which is overwritten.
-
-    Products of bfloat16 parts have relative errors below 2^-16.
-    """
+    """Two tensors of a shorter dtype whose sum is a float32 tensor, which is overwritten, up to 2^-16 of it."""
     high = tensor.to(dtype)
     return high, tensor.sub_(high).to(dtype)
 
@@ -111,13 +85,3 @@ def widen_head(model: PreTrainedModel) -> PreTrainedModel:
         raise ConfigError(problem, key="model.head_dtype", value="float32")
     head.__class__ = Float32Head
     return model
-
-
-@contextmanager
-def weights_kept(model: torch.nn.Module) -> Iterator[None]:
-    """A block without gradients and updates in which a `Float32Head` casts its weight once."""
-    with ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, Float32Head):
-                stack.enter_context(module.keeping())
-        yield

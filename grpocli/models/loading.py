@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import field
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +14,12 @@ from omegaconf import MISSING
 from grpocli.chat_clock import DAY, stop_clock
 from grpocli.config.parts import one_of, part, require, section
 from grpocli.config.user_code import too_little_memory
-from grpocli.errors import ConfigError, config_errors
+from grpocli.errors import ConfigError
 from grpocli.hub import PREFIX, check_folder, model_folder, why_unreachable
 from grpocli.models import lora
 from grpocli.models.chat_template import arguments_of, end_of_turn
 from grpocli.models.lora import Lora
-from grpocli.models.quantization import NF4, check_bitsandbytes, import_bitsandbytes
+from grpocli.models.quantization import NF4, check_bitsandbytes
 from grpocli.types import DTYPES
 
 if TYPE_CHECKING:
@@ -34,7 +32,7 @@ Progress = Callable[[float, str], None]
 
 
 FLEX = "flex_attention"
-"""The value of model.attention with which packed rows use torch's flex attention, and other rows `sdpa`."""
+"""Value of model.attention with which packed rows use torch's flex attention, and other rows `sdpa`."""
 ATTENTIONS = ("sdpa", "eager", FLEX, *(f"flash_attention_{version}" for version in (2, 3, 4)))
 """Values of model.attention beside kernels of the hub, which are `OWNER/NAME`."""
 UNFIT_FOR_FLOAT16 = ("gemma2", "gemma3_text", "glm4")
@@ -59,8 +57,8 @@ class ModelPart:
     """Dtype of logits, in the trainer and in vLLM alike: `float32`, products in float32 of hidden states and weights in
     model.dtype; null: logits rounded to model.dtype, which is faster and less exact."""
     attention: str | None = None
-    """Attention of transformers, such as `sdpa`, `flash_attention_2` or `eager`; `flex_attention`: one call a layer for
-    packed rows; null: that on a GPU, where its trial passes, otherwise the default of transformers."""
+    """Attention of transformers, such as `sdpa` or `flash_attention_2`; `flex_attention`: one call a layer for packed
+    rows; null: that on a GPU, where its trial passes, otherwise the default of transformers."""
     compile: bool | None = None
     """Compile decoder layers with torch.compile: the start takes longer, an update may take less; null: on a GPU, from
     100 million parameters on, where flex attention is used and each process has all weights."""
@@ -122,23 +120,13 @@ class HuggingFace(ModelPart):
     chat_template: str | None = None
     """File with a Jinja template that replaces the tokenizer's own; null: the tokenizer's."""
     chat_template_arguments: dict[str, Any] = field(default_factory=dict)
-    """Variables that the template reads beside the messages: `model.chat_template_arguments.reasoning_effort=low`."""
-    thinking: bool | None = None
-    """Whether the model thinks before it answers, by the switch in its chat template; null: the template's default."""
-    date: str = DAY
-    """The day that a chat template takes for today, so that prompts are the same on every day."""
-    response_template: str | None = None
-    """JSON file with a response template of transformers, which finds calls of tools in the model's turns; null: the
-    tokenizer's own, or one for the format in which the chat template writes calls."""
+    """Variables that the template reads beside the messages: `model.chat_template_arguments.enable_thinking=false`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self, "path", self.path not in ("", MISSING), "give model.path=FOLDER or a name on the hub")
-        for name in ("chat_template", "response_template"):
-            file = getattr(self, name)
-            require(self, name, file is None or Path(file).expanduser().is_file(), "there is no such file")
-        with config_errors(ValueError, says="give a day as YEAR-MONTH-DAY", key="model.date", value=self.date):
-            date.fromisoformat(self.date)
+        file = Path(self.chat_template or "").expanduser()
+        require(self, "chat_template", self.chat_template is None or file.is_file(), "there is no such file")
 
     def prepare(self, progress: Progress | None = None) -> str:
         """The absolute path of the folder, or the hub id."""
@@ -156,18 +144,14 @@ class HuggingFace(ModelPart):
         """Raise ConfigError if there is no such model. Loads no slow library."""
         super().check_ready()
         folder = Path(self.path).expanduser()
-        if (adapter := folder / lora.CONFIG).is_file() and not (folder / "config.json").is_file():
-            base = lora.read_config(adapter, "model.path").get("base_model_name_or_path")
-            problem, hint = f"is an adapter of {base}", f"give model={base} model.lora.path={self.path}"
-            raise ConfigError(f"{problem}, not a model", key="model.path", value=self.path, hint=hint)
+        is_adapter = (folder / lora.CONFIG).is_file() and not (folder / "config.json").is_file()
+        require(self, "path", not is_adapter, "is an adapter, not a model", "give it as model.lora.path")
         check_folder("model.path", self.path, self.revision)
-        if self.path.startswith(PREFIX) or folder.is_dir() or not (reason := why_unreachable()):
-            return
-        from huggingface_hub import try_to_load_from_cache
+        if not self.path.startswith(PREFIX) and not folder.is_dir() and (reason := why_unreachable()):
+            from huggingface_hub import try_to_load_from_cache
 
-        if not isinstance(try_to_load_from_cache(self.path, "config.json", revision=self.revision), str):
-            problem = f"there is no such folder, and the hub does not answer ({reason}); give a model's folder"
-            raise ConfigError(problem, key="model.path", value=self.path)
+            cached = isinstance(try_to_load_from_cache(self.path, "config.json", revision=self.revision), str)
+            require(self, "path", cached, f"there is no such folder, and the hub does not answer ({reason})")
 
 
 def load_model(part: Any, path: str) -> PreTrainedModel:
@@ -184,13 +168,11 @@ def load_model(part: Any, path: str) -> PreTrainedModel:
 def load_quantized(part: Any, path: str, dtype: str, device: Any = "cpu") -> PreTrainedModel:
     """The model at `path` with linear layers of `model.quantization`, and other weights in `dtype`.
 
-    dtype: of the computation. It is quantized on `device`, one weight at a time. Raises ConfigError as `load_model`
-    does, or without bitsandbytes.
+    dtype: of the computation. Weights are quantized on `device`, one by one. Raises ConfigError as `load_model` does.
     """
     import torch
     from transformers import BitsAndBytesConfig
 
-    import_bitsandbytes("model.quantization", NF4)
     from grpocli.models.frozen_linear import as_plain
 
     # every linear layer but the output head
@@ -210,8 +192,10 @@ def _load(part: Any, path: str, **loading: Any) -> PreTrainedModel:
         model, found = AutoModelForCausalLM.from_pretrained(
             path, output_loading_info=True, ignore_mismatched_sizes=True, **loading, **options
         )
-    _refuse(path, "no weights", sorted(found["missing_keys"]))
-    _refuse(path, "weights of another shape", sorted(name for name, *_ in found["mismatched_keys"]))
+    for what, names in (("no weights", found["missing_keys"]), ("weights of another shape", found["mismatched_keys"])):
+        if names:
+            first = min(name if isinstance(name, str) else name[0] for name in names)
+            raise ConfigError(f"has {what} for {first}, see config.json", key="model.path", value=path)
     if part.attention in (None, FLEX) and getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # sdpa ignores the cap (Gemma 2), which vLLM has
     return model
@@ -225,17 +209,11 @@ def choose_head_dtype(part: Any, dtype: str) -> str | None:
 
 def with_head(part: Any, model: PreTrainedModel) -> PreTrainedModel:
     """The same model with the output head of `model.head_dtype`."""
-    if choose_head_dtype(part, part.dtype) is None:
-        return model
-    from grpocli.models.head import widen_head
+    if choose_head_dtype(part, part.dtype):
+        from grpocli.models.head import widen_head
 
-    return widen_head(model)
-
-
-def _refuse(path: str, what: str, names: list[str]) -> None:
-    if names:
-        more = f" and {len(names) - 1} others" if len(names) > 1 else ""
-        raise ConfigError(f"has {what} for {names[0]}{more}, see config.json", key="model.path", value=path)
+        widen_head(model)
+    return model
 
 
 def load_policy(
@@ -268,17 +246,13 @@ def load_config(part: Any, path: str) -> Any:
 
 
 def language_model_class(part: Any, path: str) -> str | None:
-    """The class of the language model, if the checkpoint at `path` has other models beside it (Qwen3.5); else None.
+    """The class of the language model if transformers loads it without those beside it (Qwen3.5); else None.
 
-    Transformers then loads the language model alone, and so should vLLM. Where transformers loads them together
-    (Gemma 3), vLLM does so too.
+    So should vLLM; where transformers loads them together (Gemma 3), it does so too.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    try:
-        config = load_config(part, path)
-    except ConfigError:  # its error is reported when the model is loaded
-        return None
+    config = load_config(part, path)
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     together = config.get_text_config() is config or name in (config.architectures or [name])
     return None if together else name
@@ -290,10 +264,9 @@ def model_without_weights(part: Any, path: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     config = load_config(part, path)
+    trusts = getattr(part, "trust_remote_code", False)
     with _explained(path, "config"), init_empty_weights():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, trust_remote_code=_options(part, path)["trust_remote_code"]
-        )
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trusts)
     return model
 
 
@@ -311,8 +284,7 @@ def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Compute activations again in the backward pass instead of keeping them."""
-    # transformers 5.24 renames it
+    """Compute activations again in the backward pass instead of keeping them."""  # transformers 5.24 renames it
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
@@ -327,17 +299,11 @@ def load_tokenizer(part: Any, path: str) -> PreTrainedTokenizerBase:
         raise ConfigError("its tokenizer has no end token, so no completion could end", key="model.path", value=path)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    template = getattr(part, "chat_template", None)
-    if template is not None:
+    if template := getattr(part, "chat_template", None):
         tokenizer.chat_template = Path(template).expanduser().read_text(encoding="utf-8")
-    if response_template := getattr(part, "response_template", None):
-        with config_errors(ValueError, says="is not JSON: {}", key="model.response_template", value=response_template):
-            tokenizer.response_template = json.loads(Path(response_template).expanduser().read_text(encoding="utf-8"))
-    stop_clock(tokenizer, getattr(part, "date", DAY))
-    if arguments := arguments_of(part, tokenizer):
-        # used by every part of the run that renders a conversation
-        applied = partial(tokenizer.apply_chat_template, **arguments)
-        tokenizer.apply_chat_template = applied
+    stop_clock(tokenizer, DAY)
+    if arguments := arguments_of(part, tokenizer):  # for every part of the run that renders a conversation
+        tokenizer.__dict__["apply_chat_template"] = partial(tokenizer.apply_chat_template, **arguments)
     return tokenizer
 
 
@@ -367,8 +333,7 @@ def configured_end_ids(part: Any, path: str) -> int | list[int] | None:
 def end_token_ids(configured: int | list[int] | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The tokens that end a completion: those of the generation config, the tokenizer and the chat template.
 
-    A family may name its end of a turn in one of them only: Gemma in its generation config, base models of Qwen in
-    their chat template.
+    A family may name it in one of them only: Gemma in its generation config, base models of Qwen in their template.
     """
     ids = configured if isinstance(configured, list) else [configured]
     every = [*ids, tokenizer.eos_token_id, end_of_turn(tokenizer)]

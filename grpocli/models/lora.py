@@ -13,12 +13,13 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import check_regex, require, section
-from grpocli.errors import ConfigError, config_errors
+from grpocli.errors import config_errors
 from grpocli.models.quantization import quantized_layers
 
 if TYPE_CHECKING:
@@ -68,7 +69,9 @@ class Lora:
     def _take_adapter(self, file: Path) -> None:
         """Take the rank, alpha and target modules of an adapter. Raises ConfigError for one that LoRA here is not."""
         require(self, "path", file.is_file(), f"has no {CONFIG}; give the folder of an adapter")
-        saved = read_config(file, "model.lora.path")
+        says = f"{CONFIG} cannot be read: {{}}"
+        with config_errors(OSError, ValueError, TypeError, says=says, key="model.lora.path", value=self.path):
+            saved = dict(json.loads(file.read_text()))
         kind = saved.get("peft_type")
         require(self, "path", kind == "LORA", f"the adapter is of the kind {kind}, and grpocli trains LoRA")
         other = [name for name in OTHER_LORA if saved.get(name)] + ["bias"] * (saved.get("bias", "none") != "none")
@@ -79,29 +82,13 @@ class Lora:
             object.__setattr__(self, name, saved[key])
 
 
-def read_config(file: Path, key: str) -> dict[str, Any]:
-    """The config of an adapter. Raises ConfigError, naming `key`, if it is no JSON object."""
-    says = f"{CONFIG} cannot be read: {{}}"
-    with config_errors(OSError, ValueError, TypeError, says=says, key=key, value=file.parent):
-        return dict(json.loads(file.read_text()))
-
-
 def attach(model: PreTrainedModel, lora: Lora, seed: int) -> PreTrainedModel:
     """Freeze the weights of a model, and add an update of 0 to each targeted layer. Returns the same model.
 
-    A depends only on `seed`. Raises ConfigError, naming the key, if no layer can be targeted.
+    A depends only on `seed`. Raises ConfigError, naming the key, if no layer can be targeted, or an output head whose
+    weight is the embedding: an update would reach only one of them.
     """
     import torch
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        inject(model, lora)
-    _refuse_tied(model, lora)
-    return model
-
-
-def inject(model: PreTrainedModel, lora: Lora) -> PreTrainedModel:
-    """`attach` without the check for tied weights, which needs memory addresses; works on the meta device."""
     from peft import LoraConfig, inject_adapter_in_model
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -114,39 +101,30 @@ def inject(model: PreTrainedModel, lora: Lora) -> PreTrainedModel:
         base_model_name_or_path=model.name_or_path,
     )
     where = {"key": "model.lora.target_modules", "value": lora.target_modules}
-    with config_errors(ValueError, says="does not fit the model: {}", **where), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # on tied weights, which `attach` refuses
+    fits = config_errors(ValueError, says="does not fit the model: {}", **where)
+    with fits, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        torch.manual_seed(seed)
+        warnings.simplefilter("ignore", UserWarning)  # on tied weights, which are refused below
         convert_peft_config_for_transformers(config, model, None)
         _leave_out_experts(config, lora)
         inject_adapter_in_model(config, model, ADAPTER)
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    tied = model.config.get_text_config().tie_word_embeddings and any(hasattr(one, "base_layer") for one in ends)
+    require(lora, "target_modules", not tied, "the embedding and the output head share a weight; leave them out")
     return model
 
 
 def _leave_out_experts(config: Any, lora: Lora) -> None:
     """Drop the experts and routers that peft adds to `all-linear`. Raises ConfigError for those that a user names.
 
-    The experts of a layer are one parameter, not linear layers, and vLLM on a CPU cannot add updates to them. Names
-    that peft takes for experts (gate_proj, up_proj, down_proj) are left out elsewhere too, so that peft loads the
-    adapter.
+    The experts of a layer are one parameter, to which vLLM on a CPU cannot add updates. Names that peft takes for
+    experts (gate_proj, up_proj, down_proj) are left out elsewhere too, so that peft loads the adapter.
     """
-    if not config.target_parameters:
-        return
-    if lora.target_modules != Lora.target_modules:
+    if config.target_parameters:
         names = ", ".join(sorted(config.target_parameters))
         problem = f"names experts or routers ({names}), which are not linear layers: leave them out"
-        raise ConfigError(problem, key="model.lora.target_modules", value=lora.target_modules)
-    config.target_parameters, config.rank_pattern, config.alpha_pattern = None, {}, {}
-
-
-def _refuse_tied(model: PreTrainedModel, lora: Lora) -> None:
-    """Raise ConfigError for a targeted weight that two layers share: an update would reach only one of them."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict().items():
-        names.setdefault(tensor.data_ptr(), []).append(name.replace(".base_layer.", "."))
-    for name, layer in lora_layers(model):
-        shared = names[layer.base_layer.weight.data_ptr()]
-        problem = f"{name} shares its weight ({' and '.join(shared)}) and cannot have a separate update; leave it out"
-        require(lora, "target_modules", len(shared) == 1, problem)
+        require(lora, "target_modules", lora.target_modules == Lora.target_modules, problem)
+        config.target_parameters, config.rank_pattern, config.alpha_pattern = None, {}, {}
 
 
 def lora_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
@@ -203,10 +181,7 @@ def switched_off(model: PreTrainedModel) -> Iterator[None]:
 
 
 def save_adapter(model: PreTrainedModel, folder: Path, tensors: dict[str, Tensor] | None = None) -> None:
-    """Write the updates in peft's format, in which the base model is named by its path.
-
-    tensors: `adapter_tensors`, gathered, if processes shard them.
-    """
+    """Write the updates in peft's format. tensors: `adapter_tensors`, gathered, if processes shard them."""
     from safetensors.torch import save_file
 
     write_config(model, folder)
@@ -216,8 +191,6 @@ def save_adapter(model: PreTrainedModel, folder: Path, tensors: dict[str, Tensor
 
 def write_config(model: PreTrainedModel, folder: Path) -> None:
     """Write the config of an adapter: the target modules and the scale."""
-    from copy import copy
-
     config = copy(model.peft_config[ADAPTER])
     config.inference_mode = True
     if not isinstance(config.target_modules, str):
@@ -234,10 +207,7 @@ def adapter_tensors(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
 
 
 def load_adapter(model: PreTrainedModel, lora: Lora, folder: Path) -> None:
-    """Copy saved updates into those of `model`, bit for bit.
-
-    Raises ConfigError if `model.lora` differs from the saved adapter.
-    """
+    """Copy saved updates into those of `model`, bit for bit. Raises ConfigError if `model.lora` differs from them."""
     import torch
     from safetensors.torch import load_file
 
@@ -256,11 +226,3 @@ def check_same(lora: Lora, folder: Path) -> None:
     saved = json.loads(path.read_text()) if path.is_file() else {"r": 0, "lora_alpha": lora.alpha}
     for name, key in (("rank", "r"), ("alpha", "lora_alpha")):
         require(lora, name, getattr(lora, name) == saved[key], f"the run so far has {saved[key]} ({folder}); keep that")
-
-
-def trained_share(model: PreTrainedModel) -> str:
-    """`12,288 of 346,880 parameters` are trained."""
-    parameters = list(model.parameters())
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    packed = sum(layer.in_features * layer.out_features - layer.weight.numel() for _, layer in quantized_layers(model))
-    return f"{trained:,} of {sum(p.numel() for p in parameters) + packed:,} parameters"

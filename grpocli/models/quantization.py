@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from grpocli.errors import ConfigError, config_errors
+from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,19 +22,9 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def check_bitsandbytes(key: str, value: str) -> None:
-    """Raise ConfigError if bitsandbytes, which a choice needs, is not installed. Does not import it."""
+    """Raise ConfigError if bitsandbytes is not installed. Does not import it."""
     if find_spec("bitsandbytes") is None:
         raise ConfigError("needs bitsandbytes, which is not installed", key=key, value=value, hint=INSTALL)
-
-
-def import_bitsandbytes(key: str, value: str) -> Any:
-    """The library. Raises ConfigError if it cannot be imported."""
-    check_bitsandbytes(key, value)
-    says = "needs bitsandbytes, which cannot be imported: {}"
-    with config_errors(ImportError, OSError, RuntimeError, says=says, key=key, value=value):
-        import bitsandbytes
-
-        return bitsandbytes
 
 
 def whole_weight(layer: Any) -> Tensor:

@@ -1,12 +1,10 @@
 """Attention over rows that lie end to end, with each prompt once before the completions of its group.
 
-Prompt tokens attend to the prompt; tokens of a completion attend to the prompt and to earlier tokens of the same
-completion. All other operations of a decoder layer are per token, so such a sequence is equivalent to the separate
-rows, without padding and with each prompt computed once; gradients reach the prompt from every completion.
+Tokens attend to their prompt and to earlier tokens of their completion. All other operations of a decoder layer are per
+token, so such a sequence is equivalent to the separate rows; gradients reach the prompt from every completion.
 
-`Segments` computes it with a few calls of `sdpa`, each for many rows of similar length, whose tokens are gathered from
-the sequence. transformers calls `attend` through its registry of attention functions and passes the segments through
-the model.
+`Segments` takes a few calls of `sdpa`, each for many rows of similar length, whose tokens are gathered from the
+sequence. transformers calls `attend` through its registry of attention functions, with the segments.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -47,16 +45,13 @@ MANY_QUERIES, MANY_KEYS = 256, 512
 STEP = 64
 """Lengths of calls in bfloat16 on a CPU are multiples of this."""
 
-MAX_FLASH_HEAD_DIM = 256
-"""Largest head dimension of the flash kernel."""
+MAX_FLASH_HEAD_DIM, AMPERE = 256, (8, 0)
+"""Largest head dimension of the flash kernel, and the first GPUs that have it."""
 MASKED = 512
 """On a CPU, up to this many queries, a mask is faster than causal attention with the prompt's queries repeated."""
 
 Kernel = Callable[["Tensor", "Tensor", "Tensor", "Tensor | None"], "Tensor"]
-"""query [R, heads, N, D], key and value [R, heads / groups, M, D], mask [R or 1, 1, N, M] -> [R, heads, N, D].
-
-Without a mask, attention is causal. A mask has values to add to the scores, for each row or for all.
-"""
+"""query [R, heads, N, D], key and value [R, heads / groups, M, D], mask of `Call` -> [R, heads, N, D]."""
 
 
 class RowOfTokens(NamedTuple):
@@ -112,10 +107,9 @@ class Call:
 
 
 def _mask(query_RQ: Array, key_RK: Array, start_R1: Array, own_N: Array) -> Tensor:
-    """The mask [R, 1, Q, K up to a multiple of 8] of queries, as values to add to scores.
+    """The mask of a `Call`. query_RQ, key_RK: tokens, -1 at padding. start_R1: the first token behind a row's prompt.
 
-    query_RQ, key_RK: tokens, -1 at padding. start_R1: the first token behind a row's prompt. own_N: the first token of
-    each token's prompt or completion.
+    own_N: the first token of each token's prompt or completion.
     """
     query_RQ1, key_R1K = query_RQ[:, :, None], key_RK[:, None]
     in_prompt_R1K = (key_R1K >= 0) & (key_R1K < start_R1[:, None])
@@ -137,9 +131,8 @@ class Segments:
 
     calls: list[Call]
     query_index: Tensor
-    """The tokens that are queries of all calls, row by row."""
+    """The tokens that are queries of all calls, row by row; `key_index` those that are keys."""
     key_index: Tensor
-    """The tokens that are keys of all calls, row by row."""
     output_index: Tensor
     """For each token of the sequence, which of these queries it is."""
     on_cpu: bool
@@ -155,10 +148,9 @@ class Segments:
         query_index, key_index = (np.concatenate([one.flatten() for one in tokens]) for tokens in (queries, keys))
         output_N = np.zeros(len(own_N), np.int64)
         output_N[query_index[query_index >= 0]] = np.flatnonzero(query_index >= 0)
-        on_device = [
-            to_device(torch.from_numpy(index.clip(min=0)), device) for index in (query_index, key_index, output_N)
-        ]
-        return cls(list(calls), on_device[0], on_device[1], on_device[2], on_cpu)
+        found = (torch.from_numpy(index.clip(min=0)) for index in (query_index, key_index, output_N))
+        query, key, output = (to_device(index, device) for index in found)
+        return cls(list(calls), query, key, output, on_cpu)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> Tensor:
         """query [1, heads, N, D], key and value [1, heads / groups, N, D] -> [1, N, heads, D].
@@ -179,17 +171,18 @@ class Segments:
 def rows_of(prompts: Sequence[tuple[int, Sequence[int]]], on_cpu: bool) -> Iterator[RowOfTokens]:
     """Yield the rows whose queries are all tokens of the prompts and of their completions, see `Segments.build`.
 
-    A completion with at least half of the prompt's tokens has its own row, after a copy of the prompt, which then costs
-    at most twice the completion. A row of shorter ones has at most as many of their tokens as the prompt (or
-    MIN_TOKENS): scores between different completions are computed there and discarded. Where a mask would be slower or
-    too large, the prompt's tokens are queries again.
+    A completion with at least half of the prompt's tokens has its own row, after a copy of the prompt. A row of shorter
+    ones has at most as many of their tokens as the prompt, or MIN_TOKENS: scores between completions are computed and
+    discarded. Where a mask would be slower or too large, the prompt's tokens are queries again.
     """
     first = 0
     for prompt, lengths in prompts:
         start = first + prompt
         found: list[RowOfTokens] = []
         for n in lengths:
-            row = RowOfTokens(first, prompt, start, n, causal=len(lengths) == 1 or _is_causal(prompt, n, on_cpu))
+            mask_is_slower = len(lengths) == 1 or (n >= prompt and not (on_cpu and n <= MASKED))
+            causal = mask_is_slower or n * (prompt + n) > MAX_MASK_ELEMENTS
+            row = RowOfTokens(first, prompt, start, n, causal)
             if found and (joined := _joined(found[-1], row)):
                 found[-1] = joined
             else:
@@ -201,22 +194,14 @@ def rows_of(prompts: Sequence[tuple[int, Sequence[int]]], on_cpu: bool) -> Itera
         first = start
 
 
-def _is_causal(prompt: int, n: int, on_cpu: bool) -> bool:
-    return (n >= prompt and not (on_cpu and n <= MASKED)) or _mask_is_too_large(prompt, n)
-
-
 def _joined(row: RowOfTokens, other: RowOfTokens) -> RowOfTokens | None:
     """Both rows in one, if their completions are short."""
     size = row.n + other.n
     if any(one.causal or (2 * one.n >= one.n_prompt and not one.several) for one in (row, other)):
         return None
-    if size > max(row.n_prompt, MIN_TOKENS) or _mask_is_too_large(row.n_prompt, size):
+    if size > max(row.n_prompt, MIN_TOKENS) or size * (row.n_prompt + size) > MAX_MASK_ELEMENTS:
         return None
     return row._replace(n=size, several=True)
-
-
-def _mask_is_too_large(prompt: int, tokens: int) -> bool:
-    return tokens * (prompt + tokens) > MAX_MASK_ELEMENTS
 
 
 def calls_of(rows: Sequence[RowOfTokens]) -> Iterator[list[RowOfTokens]]:
@@ -242,8 +227,8 @@ def calls_of(rows: Sequence[RowOfTokens]) -> Iterator[list[RowOfTokens]]:
 def rounded(n: int, bits: int = 5) -> int:
     """The next number of at most `bits` significant bits, so that micro-batches have few sizes.
 
-    On a CPU each new size of a bfloat16 matrix product compiles a kernel that is never freed. On a GPU few sizes reuse
-    memory. With 5 bits for 3 % more tokens on average.
+    On a CPU each new size of a bfloat16 product compiles a kernel that is never freed. On a GPU few sizes reuse memory.
+    5 bits cost 3 % more tokens on average.
     """
     step = 1 << max(0, n.bit_length() - bits)
     return -(-n // step) * step
@@ -252,9 +237,7 @@ def rounded(n: int, bits: int = 5) -> int:
 class Attends(Protocol):
     """What the tokens of a packed sequence attend to: `Segments`, or `TiledMask` of `flex_attention`."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> Tensor:
-        """The output of attention, as of `Segments.attend`."""
-        ...
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> Tensor: ...
 
 
 def attend(
@@ -279,9 +262,9 @@ def attend(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
         )
         return found
-    refused = [name for name in ("s_aux", "softcap", "position_bias") if others.get(name) is not None]
-    if refused or (attention_mask is not None and attention_mask.shape != (1, 1, 1, 1)):
-        raise ValueError(f"attention over segments does not support {', '.join(refused) or 'a mask of the model'}")
+    changed = any(others.get(name) is not None for name in ("s_aux", "softcap", "position_bias"))
+    if changed or (attention_mask is not None and attention_mask.shape != (1, 1, 1, 1)):
+        raise ValueError("attention over segments has no sinks, caps, biases or masks of a model")
     return segments.attend(query, key, value, {"dropout_p": dropout, "scale": scaling}), None
 
 
@@ -297,9 +280,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, call:
             part.view(one.rows, -1, *states.shape[1::2]).transpose(1, 2) for part, one in zip(parts, calls, strict=True)
         )
 
-    n_queries, n_keys = [one.queries for one in calls], [one.keys for one in calls]
-    queries = rows(query, segments.query_index, n_queries)
-    keys, values = (rows(states, segments.key_index, n_keys) for states in (key, value))
+    queries = rows(query, segments.query_index, [one.queries for one in calls])
+    keys, values = (rows(states, segments.key_index, [one.keys for one in calls]) for states in (key, value))
     outputs = []
     for one, query_RQ, key_RK, value_RK in zip(calls, queries, keys, values, strict=True):
         if one.mask is not None:
@@ -316,22 +298,12 @@ def _gathered(states_NE: Tensor, index: Tensor) -> Tensor:
     return torch.nn.functional.embedding(index, states_NE)
 
 
-@cache
-def before_ampere(device: torch.device) -> bool:
-    """Whether a GPU has no flash kernel."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0)
-
-
 def gpu_sdpa(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, groups: int, how: dict[str, Any]
 ) -> Tensor:
-    """`sdpa` on a GPU, causal or with a mask. Grouped keys are repeated where its slowest kernel would serve them.
-
-    Only the flash kernel has groups: it takes no mask, no float32, no head larger than MAX_FLASH_HEAD_DIM, and no GPU
-    before Ampere.
-    """
+    """`sdpa` on a GPU. Grouped keys are repeated where its slowest kernel would serve them: only flash has groups."""
     flash = mask is None and query.dtype != torch.float32 and query.shape[3] <= MAX_FLASH_HEAD_DIM
-    flash = flash and not before_ampere(query.device)
+    flash = flash and not (query.is_cuda and torch.cuda.get_device_capability(query.device) < AMPERE)
     if groups > 1 and not flash:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     how = how | {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": groups > 1 and flash}
@@ -350,8 +322,7 @@ def cpu_sdpa(
 ) -> Tensor:
     """`sdpa` on a CPU, in float32; large calls in `low` if that is bfloat16.
 
-    In bfloat16 each new length compiles kernels of 5 MB that are never freed, so lengths are padded to multiples of
-    STEP. No token attends to padding.
+    There each new length compiles kernels of 5 MB that are never freed, so lengths are padded to multiples of STEP.
     """
     given, n_queries, dtype = query.dtype, query.shape[2], torch.float32
     if low == torch.bfloat16 and n_queries >= MANY_QUERIES and key.shape[2] >= MANY_KEYS:
@@ -368,15 +339,12 @@ def cpu_sdpa(
 
 
 def _padded(states: Tensor, more: int) -> Tensor:
-    """Append `more` zeros to states [..., N, D]: [..., N + more, D]."""
+    """States [..., N, D] with `more` zeros behind them: [..., N + more, D]."""
     return torch.nn.functional.pad(states, (0, 0, 0, more)) if more else states
 
 
 def register(in_graphs: bool = True) -> None:
-    """Register NAME as an attention implementation of transformers, with the masks of `sdpa`.
-
-    in_graphs: whether a compiled decoder layer has it in its graph.
-    """
+    """Register NAME with transformers, with the masks of `sdpa`. in_graphs: of compiled decoder layers."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -387,7 +355,7 @@ def register(in_graphs: bool = True) -> None:
 def enable(model: PreTrainedModel, longest: int) -> bool:
     """Make the model use `attend`, if `supports` its config; returns whether it does. longest: tokens of a row.
 
-    Whether the model passes segments to `attend` is only known after a forward pass (`training/trials.py`).
+    Whether the model passes segments on is known after a forward pass (`training/trials.py`).
     """
     config = model.config.get_text_config()
     if config._attn_implementation == NAME:  # LoRA: policy and reference are one model
@@ -407,10 +375,9 @@ def disable(model: PreTrainedModel) -> None:
 
 @contextmanager
 def masks_without_waiting(full: bool) -> Iterator[None]:
-    """A block in which transformers makes the masks of rows side by side without reading numbers from the device.
+    """A block in which transformers makes the masks of rows side by side without reading whether padding hides a token.
 
-    Otherwise it reads in each forward whether padding hides a token. full: whether there is none. The masks are the
-    same. No other thread may call a model meanwhile.
+    Such a read waits for the device. full: whether there is no padding. No other thread may call a model meanwhile.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from grpocli.algorithm.kl import BUILT_IN, EVERY_TASK, key_of_teacher
-from grpocli.config.parts import nearest, require
+from grpocli.config.parts import require
 from grpocli.errors import ConfigError
 from grpocli.models.loading import HuggingFace, ModelPart, Progress, load_config, load_model, load_tokenizer
 from grpocli.models.tiny import Tiny
@@ -24,30 +24,25 @@ WARMER = {"warm_start_steps": 360, "noise": 0.0}
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """One teacher. name: the value of its key. tasks: those that it scores. part: its choice of `model`."""
+    """One teacher."""
 
     key: str
     name: str
+    """The value of the key."""
     tasks: tuple[str, ...]
+    """Those that it scores."""
     part: ModelPart
+    """Its choice of `model`."""
 
     def check_ready(self) -> None:
         """Raise ConfigError if its folder is missing or the hub does not answer. Loads nothing."""
-        if isinstance(self.part, HuggingFace):
-            with self.errors():
-                self.part.check_ready()
-
-    def prepare(self, progress: Progress | None = None) -> str:
-        """The absolute path of its folder, or its name on the hub; makes the built-in teacher."""
         with self.errors():
-            path: str = self.part.prepare(progress)
-            return path
+            self.part.check_ready()
 
     def load(self) -> PreTrainedModel:
         """The model, as `load_model` loads it."""
-        path = self.prepare()
         with self.errors():
-            return load_model(self.part, path)
+            return load_model(self.part, self.part.prepare())
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -62,13 +57,9 @@ class Teacher:
 
 def check_tasks(kl: KL, tasks: list[str]) -> None:
     """Raise ConfigError unless each task has one teacher."""
-    if EVERY_TASK in kl.models:
-        return
-    for task in kl.models:
-        known = f"this run has no task {task}, only {', '.join(tasks)}{nearest(task, tasks)}"
-        require(kl, "model", task in tasks, known)
-    for task in tasks:
-        require(kl, "model", task in kl.models, f"names no teacher for the task {task}: add {task}: PATH")
+    if EVERY_TASK not in kl.models:
+        problem = f"must name a teacher for each task of this run ({', '.join(tasks)}), and none besides"
+        require(kl, "model", kl.models.keys() == set(tasks), problem)
 
 
 def teachers_of(kl: KL, student: Any) -> list[Teacher]:
@@ -76,13 +67,10 @@ def teachers_of(kl: KL, student: Any) -> list[Teacher]:
     tasks: dict[str, list[str]] = {}
     for task, name in kl.models.items() if kl.beta else ():
         tasks.setdefault(name, []).append(task)
-    return [
-        Teacher(key_of_teacher(own[0]), name, tuple(own), _part(name, kl.revision, student))
-        for name, own in tasks.items()
-    ]
+    return [Teacher(key_of_teacher(own[0]), name, tuple(own), _part(name, student)) for name, own in tasks.items()]
 
 
-def _part(name: str, revision: str | None, student: Any) -> ModelPart:
+def _part(name: str, student: Any) -> ModelPart:
     if name == BUILT_IN:
         problem = {"digits": student.digits, "operation": student.operation} if isinstance(student, Tiny) else {}
         return Tiny(**{"digits": 2, "operation": "+"} | problem | WARMER)  # type: ignore[arg-type]
@@ -91,7 +79,6 @@ def _part(name: str, revision: str | None, student: Any) -> ModelPart:
         head_dtype=getattr(student, "head_dtype", None),
         attention=student.attention,
         path=name,
-        revision=revision,
         trust_remote_code=getattr(student, "trust_remote_code", False),
     )
 
@@ -102,8 +89,8 @@ def check_tokenizers(
     """Raise ConfigError unless every teacher has the policy's tokens and scores all of them. Loads no weights."""
     ours = tokenizer.get_vocab()
     for teacher in teachers:
-        path = teacher.prepare(progress)
         with teacher.errors():
+            path = teacher.part.prepare(progress)
             theirs = load_tokenizer(teacher.part, path).get_vocab()
             scored = int(load_config(teacher.part, path).get_text_config().vocab_size)
         problem = difference(ours, theirs)

@@ -22,11 +22,7 @@ if TYPE_CHECKING:
     from grpocli.tasks.task import Example
 
 SEED = 0
-SOURCES = (
-    "models/tiny.py",
-    "models/warm_start.py",
-    "tasks/generated.py",
-)
+SOURCES = ("models/tiny.py", "models/warm_start.py", "tasks/generated.py")
 NEEDED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 SPECIAL = ("<pad>", "<unk>", "<bos>", "<end>", "<system>", "<user>", "<assistant>")
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
@@ -100,8 +96,8 @@ class Tiny(ModelPart):
         require(self, "digits", 1 <= self.digits <= 9, "must be between 1 and 9")
         one_of(self, "operation", OPERATIONS)
         require(self, "warm_start_steps", self.warm_start_steps >= 1, "must be at least 1")
-        require(self, "noise", 0 <= self.noise <= 1, "must be between 0 and 1")
-        require(self, "tool_calls", 0 <= self.tool_calls <= 1, "must be between 0 and 1")
+        for name in ("noise", "tool_calls"):
+            require(self, name, 0 <= getattr(self, name) <= 1, "must be between 0 and 1")
 
     def prepare(self, progress: Progress | None = None) -> str:
         """The folder of the warm-started model; makes it if it is not in the cache."""
@@ -118,17 +114,9 @@ def content_hash(part: Tiny) -> str:
     import torch
     import transformers
 
-    settings = {
-        "digits": part.digits,
-        "operation": part.operation,
-        "steps": part.warm_start_steps,
-        "noise": part.noise,
-        "tool_calls": part.tool_calls,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "sources": [hashlib.sha256((PACKAGE / name).read_bytes()).hexdigest() for name in SOURCES],
-    }
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    made_of = [part.digits, part.operation, part.warm_start_steps, part.noise, part.tool_calls]
+    made_of += [torch.__version__, transformers.__version__, *((PACKAGE / name).read_text() for name in SOURCES)]
+    return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
 
 
 def build(part: Tiny, folder: Path, progress: Progress | None = None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,6 @@ from grpocli.models.loading import Progress
 from grpocli.tasks.prompts import tokenize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -34,20 +31,21 @@ ITERATIONS = 5
 
 @dataclass(frozen=True, slots=True)
 class WarmStartBatch:
-    """Problems of one prompt length: prompts [N, P], and answers [N, T] with an end token, padded with IGNORED.
-
-    heard_NT: tokens of a tool in the answers, which are not learned. exact: whether the answers stay as they are.
-    share: of all examples. n_learned: number of tokens that are learned.
-    """
+    """Problems of one prompt length."""
 
     prompts_NP: Tensor
     answers_NT: Tensor
+    """With an end token, padded with IGNORED."""
     heard_NT: Tensor
+    """Tokens of a tool in the answers, which are not learned."""
     exact: bool
+    """Whether the answers stay as they are."""
     share: float
+    """Of all examples."""
 
     @property
     def n_learned(self) -> int:
+        """Number of tokens that are learned."""
         return int(((self.answers_NT != IGNORED) & ~self.heard_NT).sum())
 
     @classmethod
@@ -77,33 +75,36 @@ def warm_start(
 
     The share rises from 0 to `noise`.
     """
-    kinds = _kinds(examples, tokenizer)
-    n_learned = sum(worked.n_learned for worked in kinds)
+    kinds = kinds_of(examples, tokenizer)
+    n_learned = sum(kind.n_learned for kind in kinds)
     digits = torch.tensor(tokenizer.convert_tokens_to_ids(list("0123456789")))
     generator = torch.Generator().manual_seed(seed)
     optimizers = _optimizers(model)
-    with _threads(THREADS):
-        for step in range(steps):
-            noise_now = noise * min(1.0, step / (NOISE_UP * steps))
-            for worked in kinds:
-                chosen = torch.randint(len(worked.prompts_NP), (round(BATCH * worked.share),), generator=generator)
-                answers_BT = corrupt(worked.answers_NT[chosen], digits, 0 if worked.exact else noise_now, generator)
-                loss = _loss(model, worked.prompts_NP[chosen], answers_BT, worked.heard_NT[chosen])
-                (worked.n_learned / n_learned * loss).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer, lr in optimizers:
-                optimizer.param_groups[0]["lr"] = lr * _schedule(step, steps)
-                optimizer.step()
-                optimizer.zero_grad()
-            if progress:
-                progress((step + 1) / steps, "warm start of the built-in model")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    for step in range(steps):
+        noise_now = noise * min(1.0, step / (NOISE_UP * steps))
+        for kind in kinds:
+            chosen = torch.randint(len(kind.prompts_NP), (round(BATCH * kind.share),), generator=generator)
+            answers_BT = corrupt(kind.answers_NT[chosen], digits, 0 if kind.exact else noise_now, generator)
+            loss = _loss(model, kind.prompts_NP[chosen], answers_BT, kind.heard_NT[chosen])
+            (kind.n_learned / n_learned * loss).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, lr in optimizers:
+            rise = min(1.0, (step + 1) / (WARM_UP * steps))
+            optimizer.param_groups[0]["lr"] = lr * (rise * (1 - step / steps))
+            optimizer.step()
+            optimizer.zero_grad()
+        if progress:
+            progress((step + 1) / steps, "warm start of the built-in model")
+    torch.set_num_threads(threads)
 
 
-def _kinds(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast) -> list[WarmStartBatch]:
+def kinds_of(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast) -> list[WarmStartBatch]:
     """The examples without tools, with tools, and with a call."""
-    kinds: dict[tuple[bool, bool], list[Example]] = {}
+    kinds: dict[tuple[bool, bool], list[Example]] = defaultdict(list)
     for example in examples:
-        kinds.setdefault(("tools" in example, "<system>" in example["answer"]), []).append(example)
+        kinds["tools" in example, "<system>" in example["answer"]].append(example)
     return [WarmStartBatch.of(kind, tokenizer, len(kind) / len(examples)) for kind in kinds.values()]
 
 
@@ -130,21 +131,6 @@ def _optimizers(model: LlamaForCausalLM) -> list[tuple[torch.optim.Optimizer, fl
     return [(Muon(matrices, MUON_LR), MUON_LR), (adamw, ADAMW_LR)]
 
 
-def _schedule(step: int, steps: int) -> float:
-    """Factor of the learning rate: rises over WARM_UP, and falls linearly to 0."""
-    return min(1.0, (step + 1) / (WARM_UP * steps)) * (1 - step / steps)
-
-
-@contextmanager
-def _threads(n: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(n)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024): steps along the orthogonalised momentum; matrices of one shape are batched.
 
@@ -158,12 +144,12 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update from the current gradients."""
-        for group in self.param_groups:
-            by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
-            for matrix in group["params"]:
-                by_shape[matrix.shape].append(matrix)
-            for matrices in by_shape.values():
-                self._step(matrices, group["lr"], group["momentum"])
+        (group,) = self.param_groups
+        by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
+        for matrix in group["params"]:
+            by_shape[matrix.shape].append(matrix)
+        for matrices in by_shape.values():
+            self._step(matrices, group["lr"], group["momentum"])
 
     def _step(self, matrices: list[Tensor], lr: float, momentum: float) -> None:
         gradients = torch.stack([m.grad for m in matrices if m.grad is not None])

@@ -25,7 +25,7 @@ CONTENT = "grpocli-content-{}-"
 """Stands in for the content of a message."""
 SPLIT = re.compile(r"grpocli-content-(\d+)-")
 TEMPLATES = Path(__file__).with_name("response_templates.json")
-"""Response templates in transformers' format, by what they read, of which a file of model.response_template holds one.
+"""Response templates in transformers' format, by what they read, as a tokenizer has its own in `response_template`.
 A model's is the first that reads the calls its chat template writes."""
 PROBE = {"name": "probe", "arguments": {"text": "a b"}}
 LONGEST_REASON = 200
@@ -266,12 +266,12 @@ class CallParser:
             known = [load_response_template(template) for template in ([own] if own else []) + [*ready.values()]]
         except (ValueError, TypeError, AttributeError) as error:
             problem = f"the response template of its tokenizer cannot be used: {error}"
-            raise ConfigError(problem, key="model", hint="give model.response_template=FILE") from error
+            raise ConfigError(problem, key="model", hint="mend the tokenizer's response_template") from error
         reads = [template for template in known if written and _reads_probe(template, written)]
         if reads or own:  # a chat template that refuses the probe says nothing about the tokenizer's own
             return (reads or known)[0]
         problem = f"its chat template writes calls of tools in none of these formats: {'; '.join(ready)}"
-        hint = "give model.response_template=FILE, a response template of transformers, or another model.chat_template"
+        hint = "give the tokenizer a response_template of transformers, or another model.chat_template"
         raise ConfigError(problem, key="model", hint=hint)
 
     def _written_call(self) -> str:

@@ -30,7 +30,7 @@ TRAINING_ONLY = re.compile(
 """Last names of the keys of a task or reward that do not affect held-out problems and their scores."""
 SAMPLING = re.compile(
     r"rollout\.(max_\w+_tokens|long_prompts|repetition_penalty|stop|regex|json_schema)"
-    r"|model\.(chat_template|chat_template_arguments|thinking|date|response_template)"
+    r"|model\.(chat_template|chat_template_arguments)"
 )
 """Keys beside the task's and the rewards' that affect which completions are sampled, also in evaluations."""
 MEASURING = ("task", "reward", "eval")

@@ -130,7 +130,7 @@ def _check_rewards(run: Run, data: PromptSource, recorder: Recorder) -> None:
         with errors_below(task.key):
             for name in task.rewards:
                 run.reward[name].check(task.columns)
-    for part in (*run.reward.values(), run.algorithm.kl):
+    for part in run.reward.values():
         if warning := getattr(part, "warning", ""):
             recorder.view.warn(warning)
     recorder.warn_once(doubtful_choices(run))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from grpocli.config.parts import one_of, part, require, section
 from grpocli.config.user_code import choice_of
 from grpocli.errors import ConfigError
-from grpocli.models.quantization import check_bitsandbytes, import_bitsandbytes
+from grpocli.models.quantization import check_bitsandbytes
 
 if TYPE_CHECKING:
     import torch
@@ -154,9 +154,9 @@ class AdamW8bit(Adam):
         check_bitsandbytes("optim", "adamw_8bit")
 
     def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        library = import_bitsandbytes("optim", "adamw_8bit")
+        from bitsandbytes.optim import AdamW8bit
 
-        class WithoutConstants(library.optim.AdamW8bit):  # type: ignore[misc, name-defined]
+        class WithoutConstants(AdamW8bit):  # type: ignore[misc]
             """Its state holds constants during an update only: checkpoints would repeat them."""
 
             def update_step(self, group: dict[str, Any], p: Any, gindex: int, pindex: int) -> None:

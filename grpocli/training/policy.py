@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from grpocli.distributed.parallel import Parallel
-from grpocli.models.head import weights_kept
 from grpocli.models.lora import is_adapted, merged, switched_off
 from grpocli.training.logprobs import TokenScores, completion_scores
 from grpocli.training.packing import Layout, MicroBatch, Packed, Padded, RowBatch, shards_of
@@ -81,7 +80,7 @@ class Policy:
     @contextmanager
     def sampling_mode(self) -> Iterator[None]:
         """Evaluation mode without gradients, for any number of forwards in this process. Entering it is collective."""
-        with self._evaluating(), self.parallel.sampling(self.model, self.dtype), weights_kept(self.model):
+        with self._evaluating(), self.parallel.sampling(self.model, self.dtype):
             yield
 
     @contextmanager

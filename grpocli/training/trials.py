@@ -20,7 +20,6 @@ from grpocli.errors import ConfigError
 from grpocli.models import shared_prompt_attention as attention
 from grpocli.models.flex_attention import TiledMask, for_any_size
 from grpocli.models.loading import FLEX
-from grpocli.models.lora import trained_share
 from grpocli.training.logprobs import completion_scores, mark_head, output_head
 from grpocli.training.packing import FlexPacked, Layout, MicroBatch, Packed, Padded, shards_of
 from grpocli.training.policy import Reference
@@ -82,7 +81,8 @@ def choose_layout(run: Run, world: World, policy: Policy, reference: Reference |
         if problem:
             yield f"decoder layers are not compiled, see run.log: {problem}"
     if run.model.lora.rank:
-        yield f"LoRA trains {trained_share(policy.model)}"
+        trained = sum(one.numel() for one in policy.model.parameters() if one.requires_grad)
+        yield f"LoRA trains {trained:,} parameters"
 
 
 def update_sampling(run: Run) -> Sampling:

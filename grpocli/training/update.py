@@ -222,7 +222,7 @@ class Updater:
         # at least one micro-batch, because AdamW skips its weight decay without a gradient
         busiest = max(1, *(len(share) for share in shares))
         own = shares[self.world.dp_rank]
-        totals = Totals.from_lengths(
+        totals = Totals.of(
             torch.tensor([r.advantage for r in rows]),
             torch.tensor([sum(r.mask) for r in rows]),
             torch.tensor([r.group for r in rows]),

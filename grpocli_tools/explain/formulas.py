@@ -279,7 +279,7 @@ def _kl(part: KL) -> Formula:
         sources.append("importance weight: NeMo RL's GRPO guide")
     shown = [f"{name} for {task}" if task else name for task, name in part.models.items()]
     teachers = f"π_ref: {', '.join(shown)}." if shown else ""
-    return Formula(tuple(lines), symbols, tuple(sources), " ".join(filter(None, (teachers, part.warning))))
+    return Formula(tuple(lines), symbols, tuple(sources), teachers)
 
 
 @formula_of.register

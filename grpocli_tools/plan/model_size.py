@@ -161,7 +161,7 @@ def empty_model(config: Any, part: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     from grpocli.models.loading import with_head, without_dropout
-    from grpocli.models.lora import inject
+    from grpocli.models.lora import attach
 
     kinds, says = (ValueError, ImportError, OSError), "transformers cannot build a model from its config: {}"
     path = getattr(part, "path", "")
@@ -173,7 +173,7 @@ def empty_model(config: Any, part: Any) -> Any:
             trust_remote_code=getattr(part, "trust_remote_code", False),
         )
         model = with_head(part, without_dropout(model))
-        return inject(model, part.lora) if part.lora.rank else model
+        return attach(model, part.lora, seed=0) if part.lora.rank else model
 
 
 def with_layers(config: Any, layers: int) -> Any:

@@ -90,9 +90,7 @@ def test_infinite_rewards_are_refused(combine: str, infinite: float) -> None:
     algorithm = built("algorithm=grpo", f"algorithm.combine={combine}")
     rewards = {"style": torch.zeros(2, 2), "math": torch.tensor([[0.0, 1.0], [NAN, infinite]])}
     for method in (algorithm.advantages, algorithm.kept, algorithm.scores):
-        with pytest.raises(
-            ValueError, match=rf"reward 'math' is {infinite} for completion 1 of group 1; give a finite"
-        ):
+        with pytest.raises(ValueError, match=r"reward 'math' is infinite at \[1, 1\]"):
             method(rewards)
     with pytest.raises(ValueError, match=r"weights\['math'\] is inf; give a finite number"):
         algorithm.advantages({"math": torch.zeros(1, 2)}, {"math": math.inf})
@@ -108,13 +106,11 @@ def test_k3_is_bounded_and_unchanged_below_its_bound() -> None:
         formula = ((x - plain).exp() - (x - plain) - 1) * weight
         assert ours.equal(formula)
         assert torch.autograd.grad(ours.sum(), logp)[0].equal(torch.autograd.grad(formula.sum(), plain)[0])
-        assert not part.clamped(logp, x).any()
     far = torch.tensor([2.7, 21.0, 90.0, 1e6, -11.1, -90.0, -1e6])
     logp = torch.zeros_like(far).requires_grad_()
     values = K3()(logp, logp.detach(), far)
     assert values.tolist() == [10.0] * len(far)
     assert torch.autograd.grad(values.sum(), logp)[0].tolist() == [0.0] * len(far)
-    assert K3().clamped(logp, far).all()
 
 
 @pytest.mark.parametrize("made", [K1, K2, K3])

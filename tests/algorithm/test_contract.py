@@ -21,14 +21,11 @@ from grpocli.errors import ConfigError
 LOSS = "-(a - b).exp() * c[:, None]"
 PARTS_OF_USERS = [  # kind, arguments, result, whether it is as the contract says
     ("objective", "a, b, c, d", LOSS, True),
-    ("objective", "a, b, c, d", f"({LOSS}, {{'low': a > b}})", True),
     ("objective", "a, b, c, d", f"({LOSS}, {{'low': c > 0}})", True),
-    ("objective", "a, b, c, d", f"({LOSS}, None)", True),
     ("objective", "a, b, c, d", "(a * d).sum()", False),
     ("objective", "a, b, c, d", "a.detach()", False),
     ("objective", "a, b, c, d", "1.0", False),
     ("objective", "a, b, c, d", f"({LOSS}, {{'low': a.sum()}})", False),
-    ("objective", "a, b, c, d", "a * c", False),
     ("advantage", "a", "a - a.mean(1, keepdim=True)", True),
     ("advantage", "a", "a.mean(1)", False),
     ("aggregate", "a, b, c", "1 / a.sum(1)", True),
@@ -44,7 +41,6 @@ def test_a_part_of_a_user_is_tried(kind: str, arguments: str, result: str, kept:
         try_part(kind, eval(f"lambda {arguments}: {result}"))
     if not kept:
         assert raised.value.key == f"algorithm/{kind}"
-        assert "AttributeError" not in str(raised.value)
 
 
 def test_a_part_of_a_user_is_tried_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -66,12 +62,7 @@ def test_the_built_in_parts_keep_the_contract(kind: str) -> None:
 def test_a_plain_tensor_is_the_same_loss() -> None:
     logp_BT = -torch.rand(2, 3, generator=torch.manual_seed(0))
     rows = (logp_BT, logp_BT - 0.1, torch.tensor([1.0, -1.0]), torch.ones(2, 3))
-    plain, pair = (
-        replace(built("algorithm=dapo"), objective=objective)
-        for objective in (
-            lambda a, b, c, d: -(a - b).exp() * c[:, None],
-            lambda a, b, c, d: (-(a - b).exp() * c[:, None], {}),
-        )
-    )
+    plain = replace(built("algorithm=dapo"), objective=lambda a, b, c, d: -(a - b).exp() * c[:, None])
+    pair = replace(plain, objective=lambda *given: (plain.objective(*given), {}))
     assert plain.loss(*rows)[0].item() == pair.loss(*rows)[0].item()
     assert not plain.clipped(*rows).any()

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from algorithm.literal import NAN
 from algorithm.windows import (
     ALGORITHMS,
-    NAN,
     OF_CHOICES,
     WEIGHTS,
     Window,
@@ -33,44 +33,28 @@ from tables import table
 from grpocli.algorithm.algorithm import PARTS
 from grpocli.algorithm.metrics import EXTREMES
 
+DPPO = ("algorithm/objective=dppo", "algorithm.objective.divergence=kl", "algorithm.objective.drift=0.1")
+INFORMATIVE = ("algorithm/aggregate=token_mean", "algorithm.aggregate.informative_only=true")
 OPTIONS = {
     "sequence level": ("algorithm.objective.level=sequence",),
     "dual and delta": ("algorithm.objective.dual=1.3", "algorithm.objective.delta=1.5"),
     "drop_above": ("algorithm.objective.drop_above=0.1",),
     "drop_above, sequence level": ("algorithm.objective.drop_above=0.1", "algorithm.objective.level=sequence"),
     "cispo, low": ("algorithm/objective=cispo", "algorithm.objective.low=0.1", "algorithm.objective.high=0.1"),
-    "dppo, kl and drift": (
-        "algorithm/objective=dppo",
-        "algorithm.objective.divergence=kl",
-        "algorithm.objective.low=0.01",
-        "algorithm.objective.high=0.02",
-        "algorithm.objective.drift=0.1",
-    ),
+    "dppo, kl and drift": (*DPPO, "algorithm.objective.low=0.01", "algorithm.objective.high=0.02"),
     "dppo without bounds": ("algorithm/objective=dppo", "algorithm.objective.low=inf", "algorithm.objective.high=inf"),
     "reinforce_pp over tokens": ("algorithm/advantage=reinforce_pp", "algorithm.advantage.over=tokens"),
     "leave_one_out, scaled": ("algorithm/advantage=leave_one_out", "algorithm.advantage.scale=others"),
     "token_mean by group": ("algorithm/aggregate=token_mean", "algorithm.aggregate.scope=group"),
-    "token_mean of informative": ("algorithm/aggregate=token_mean", "algorithm.aggregate.informative_only=true"),
-    "informative by group": (
-        "algorithm/aggregate=token_mean",
-        "algorithm.aggregate.scope=group",
-        "algorithm.aggregate.informative_only=true",
-    ),
+    "token_mean of informative": INFORMATIVE,
+    "informative by group": (*INFORMATIVE, "algorithm.aggregate.scope=group"),
     "on-policy k1": ("algorithm/kl=k1", "algorithm.kl.on_policy=true"),
     "on-policy k3": ("algorithm.kl.on_policy=true",),
-    "weigh tokens, drop sequences": (
-        "algorithm/correction=importance",
-        "algorithm.correction.drop=sequence",
-        "algorithm.correction.low=0.9",
-    ),
+    "weigh tokens, drop sequences": ("algorithm/correction=importance", "algorithm.correction.drop=sequence"),
     "bounded advantages": ("algorithm.advantage_min=-0.5", "algorithm.advantage_max=0.7"),
     "bounded below": ("algorithm/correction=token_mask", "algorithm.correction.min=0.8"),
     "normalize_then_sum": ("algorithm.combine=normalize_then_sum", "algorithm/aggregate=token_mean"),
-    "normalize_then_sum of informative": (
-        "algorithm.combine=normalize_then_sum",
-        "algorithm/aggregate=token_mean",
-        "algorithm.aggregate.informative_only=true",
-    ),
+    "normalize_then_sum of informative": (*INFORMATIVE, "algorithm.combine=normalize_then_sum"),
     "top_entropy and bonus": ("algorithm/tokens=top_entropy", "algorithm/entropy=bonus"),
     "no eps": ("algorithm.advantage.eps=0",),
 }

@@ -41,20 +41,14 @@ def test_a_hydra_app_keeps_its_own_hydra(tmp_path: Path) -> None:
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         assert grpocli.build_algorithm("algorithm=drgrpo").kl.beta == 0
         with pytest.raises(ConfigError):
-            grpocli.build_algorithm("algorithm=dr_grpo")
-        with pytest.raises(ConfigError):
             grpocli.build_algorithm("algorithm.keeep=1")
         assert compose("mine").x == 1
 
 
 @pytest.mark.parametrize("missing", ["ref_logp", "entropy", "selected"])
 def test_a_missing_argument_of_loss_is_named(missing: str) -> None:
-    algorithm = built(
-        *["algorithm=grpo", "algorithm/tokens=top_entropy", "algorithm/entropy=bonus"][
-            : 1 if missing == "ref_logp" else 3
-        ]
-    )
-    rows = torch.zeros(2, 3)
+    more = [] if missing == "ref_logp" else ["algorithm/tokens=top_entropy", "algorithm/entropy=bonus"]
+    algorithm, rows = built("algorithm=grpo", *more), torch.zeros(2, 3)
     given = {"ref_logp": rows, "entropy": rows, "selected": rows > 0}
     del given[missing]
     totals = algorithm.totals(torch.ones(2), torch.ones(2, 3)) if missing == "selected" else None
@@ -66,45 +60,42 @@ ROWS = torch.zeros(4, 3)
 
 
 @pytest.mark.parametrize(
-    ("rewards", "weights", "sentence"),
+    ("shapes", "weights", "named"),
     [
-        ({}, None, "needs at least one reward"),
-        ({"r": torch.zeros(2)}, None, r"reward 'r' has the shape \[2\]; give \[P, G\]"),
-        ({"r": torch.zeros(2, 2), "s": torch.zeros(1, 2)}, None, r"reward 's' has the shape \[1, 2\]"),
-        ({"math": torch.zeros(2, 2)}, {"maht": 2.0}, "weights\\['maht'\\]: there is no such reward; did you mean"),
+        ({}, None, "reward"),
+        ({"r": (2,)}, None, "'r'"),
+        ({"r": (2, 2), "s": (1, 2)}, None, "'s'"),
+        ({"math": (2, 2)}, {"maht": 2.0}, "maht.*math"),
     ],
 )
-def test_rewards_of_a_wrong_shape_are_refused(rewards, weights, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        built("algorithm=grpo").advantages(rewards, weights)
+def test_rewards_of_a_wrong_shape_are_refused(shapes, weights, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        built("algorithm=grpo").advantages({name: torch.zeros(shape) for name, shape in shapes.items()}, weights)
 
 
-@pytest.mark.parametrize("combine", ["sum", "normalize_then_sum"])
-def test_integer_and_boolean_rewards(combine: str) -> None:
-    algorithm = built("algorithm=dgpo", f"algorithm.combine={combine}")
-    values = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]])
+def test_integer_and_boolean_rewards() -> None:
+    algorithm, values = built("algorithm=dgpo"), torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]])
     expected = algorithm.advantages({"r": values.float()})
     assert algorithm.advantages({"r": values}).equal(expected)
     assert algorithm.advantages({"r": values.bool()}).equal(expected)
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("name", "shape"),
     [
-        {"old_logp": torch.zeros(4, 1)},
-        {"mask": torch.ones(4, 1)},
-        {"ref_logp": torch.zeros(1, 3)},
-        {"rollout_logp": torch.zeros(3)},
-        {"entropy": torch.zeros(3, 3)},
-        {"advantages": torch.zeros(1)},
-        {"advantages": torch.zeros(2, 2)},
-        {"group_ids": torch.zeros(3)},
+        ("old_logp", (4, 1)),
+        ("mask", (4, 1)),
+        ("ref_logp", (1, 3)),
+        ("rollout_logp", (3,)),
+        ("entropy", (3, 3)),
+        ("advantages", (1,)),
+        ("advantages", (2, 2)),
+        ("group_ids", (3,)),
     ],
-    ids=lambda wrong: next(iter(wrong)),
 )
-def test_shapes_that_would_be_broadcast_are_refused(wrong: dict[str, torch.Tensor]) -> None:
-    given = {"old_logp": ROWS, "advantages": torch.zeros(4), "mask": torch.ones(4, 3), "ref_logp": ROWS} | wrong
-    (name,) = wrong
+def test_shapes_that_would_be_broadcast_are_refused(name: str, shape: tuple[int, ...]) -> None:
+    given = {"old_logp": ROWS, "advantages": torch.zeros(4), "mask": torch.ones(4, 3), "ref_logp": ROWS}
+    given[name] = torch.zeros(shape)
     with pytest.raises(ValueError, match=rf"loss\({name}=\.\.\.\) has the shape"):
         built("algorithm=grpo").loss(ROWS, **given)
 

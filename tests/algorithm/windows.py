@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from algorithm.literal import NAN
 from hypothesis import strategies as st
 
 from grpocli.algorithm import Algorithm
@@ -16,7 +17,6 @@ from grpocli.algorithm.metrics import combined
 from grpocli.composition.compose import register_parts
 from grpocli.config.parts import choices_of
 
-NAN = float("nan")
 WEIGHTS = {"a": 1.0, "b": 0.5}
 ALGORITHMS = ("grpo", "dapo", "drgrpo", "dgpo")
 OF_CHOICES = ("gspo", "luspo", "cispo", "sapo", "gmpo", "rloo", "reinforce_pp", "maxrl", "dppo")

@@ -165,7 +165,7 @@ def test_the_broken_config_of_an_adapter_is_refused(tmp_path: Path, text: str) -
 
 def test_the_folder_of_an_adapter_is_told_as_one(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "OWNER/BASE"}))
-    with pytest.raises(ConfigError, match=r"adapter of OWNER/BASE.*model\.lora\.path=") as refused:
+    with pytest.raises(ConfigError, match=r"is an adapter.*model\.lora\.path") as refused:
         HuggingFace(path=str(tmp_path)).check_ready()
     assert refused.value.key == "model.path"
 

@@ -27,7 +27,6 @@ from grpocli.models.lora import (
     merged,
     save_adapter,
     switched_off,
-    trained_share,
 )
 from grpocli.models.tiny import make_model
 
@@ -185,15 +184,6 @@ def test_a_layer_that_cannot_have_an_update_is_refused(little_model) -> None:
         with pytest.raises(ConfigError) as refused:
             attach(model, Lora(rank=4, target_modules=[layer]), 0)
         assert refused.value.key == "model.lora.target_modules"
-
-
-def test_trained_share_counts_parameters(little_model) -> None:
-    total = sum(p.numel() for p in little_model.parameters())
-    assert trained_share(little_model) == f"{total:,} of {total:,} parameters"
-    hidden, inner, rank = 32, 64, 4
-    attention = 2 * (hidden + hidden) + 2 * (hidden + hidden // 2)  # q and o; k and v of one of two heads
-    trained = 2 * rank * (attention + 3 * (hidden + inner))
-    assert trained_share(adapted(little_model)) == f"{trained:,} of {total + trained:,} parameters"
 
 
 @pytest.mark.parametrize(

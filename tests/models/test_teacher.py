@@ -27,10 +27,10 @@ def folder(path: Path, change: Callable[[dict[str, int]], dict[str, int]] = lamb
 
 
 def test_each_teacher_is_loaded_once() -> None:
-    kl = built("algorithm=opd", "algorithm.kl.model={a: one, b: two, c: one}", "algorithm.kl.revision=v2").kl
+    kl = built("algorithm=opd", "algorithm.kl.model={a: one, b: two, c: one}").kl
     first, second = teachers_of(kl, HuggingFace(path="student", dtype="float32", trust_remote_code=True))
     assert (first.tasks, first.key, second.tasks) == (("a", "c"), "algorithm.kl.model.a", ("b",))
-    assert first.part == HuggingFace(path="one", revision="v2", dtype="float32", trust_remote_code=True)
+    assert first.part == HuggingFace(path="one", dtype="float32", trust_remote_code=True)
     assert teachers_of(built("algorithm=opd", "algorithm.kl.model=one", "algorithm.kl.beta=0").kl, Tiny()) == []
     kl = built("algorithm=opd", "algorithm.kl.model=tiny-teacher").kl
     (teacher,) = teachers_of(kl, Tiny(digits=3, operation="-", noise=0.3))

@@ -14,7 +14,7 @@ from grpocli.config.build import build
 from grpocli.errors import ConfigError
 from grpocli.models.loading import load_model, load_tokenizer
 from grpocli.models.tiny import ALPHABET, CALCULATOR, Tiny, content_hash, make_model, make_tokenizer, with_calls
-from grpocli.models.warm_start import IGNORED, _kinds, corrupt, orthogonalise, warm_start
+from grpocli.models.warm_start import IGNORED, corrupt, kinds_of, orthogonalise, warm_start
 from grpocli.rollout.turns import CallParser, TurnEncoder
 from grpocli.tasks.generated import Arithmetic
 
@@ -162,7 +162,7 @@ def test_every_second_example_has_a_tool_and_a_share_of_these_call_it(share: flo
 
 def test_the_warm_start_learns_calls_and_answers_but_no_results() -> None:
     tokenizer = make_tokenizer()
-    kinds = _kinds(with_calls(PRODUCTS, 0.1), tokenizer)
+    kinds = kinds_of(with_calls(PRODUCTS, 0.1), tokenizer)
     assert [kind.share for kind in kinds] == pytest.approx([0.5, 0.45, 0.05])
     direct, shown, calls = kinds
     assert not direct.exact

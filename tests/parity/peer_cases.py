@@ -8,7 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from math import inf
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +361,7 @@ ADVANTAGES = [
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Something that a peer and grpocli define in different ways. key: what gives theirs, if anything does."""
+    """Something that a peer and grpocli define in different ways (differences.yaml)."""
 
     peer: str
     name: str
@@ -367,146 +370,7 @@ class Difference:
     key: str
 
 
-_DIFFERENCES = [
-    Difference(
-        "verl, NeMo RL",
-        "means over tokens",
-        "divide by n + 1e-8 (verl: the mean of a completion; NeMo RL: every mean)",
-        "divides by n, at least 1",
-        "none",
-    ),
-    Difference(
-        "verl",
-        "sapo, geo_mean",
-        "the mean over completions whatever `loss_agg_mode` is",
-        "as `aggregate` says",
-        "algorithm/aggregate=sequence_mean",
-    ),
-    Difference(
-        "verl, SkyRL",
-        "rollout_is=sequence, tis_ratio_type=sequence",
-        "a completion weighs min(Π_t π_old/μ, C)",
-        "`sequence_truncate` takes the geometric mean over t, not the product",
-        "none; the product is near 0 or at C for long completions",
-    ),
-    Difference(
-        "NeMo RL",
-        "use_importance_sampling_correction with sequence_level_importance_ratios",
-        "a completion weighs Π_t π_old/μ",
-        "every correction takes single ratios or their geometric mean",
-        "none",
-    ),
-    Difference(
-        "verl",
-        "rollout_rs, bounds of k1",
-        "lower and upper bound μ/π_old",
-        "`low` and `high` bound π_old/μ",
-        "algorithm.correction.low=1/upper, high=1/lower",
-    ),
-    Difference(
-        "verl",
-        "rollout_rs, denominators",
-        "rejected tokens leave the loss and its denominators",
-        "dropped tokens weigh 0 and are counted",
-        "none",
-    ),
-    Difference(
-        "verl",
-        "gspo with rollout_is=token",
-        "the weight of a token scales the gradient of that token's log-prob",
-        "the weights of a completion scale its ratio, whose gradient all its tokens share: their mean counts",
-        "none",
-    ),
-    Difference(
-        "verl",
-        "geo_mean with rollout_is=token",
-        "a completion weighs the geometric mean of its tokens' weights",
-        "the mean of its tokens' weights",
-        "none",
-    ),
-    Difference(
-        "verl",
-        "dppo_tv, dppo_kl",
-        "−M sg[min(r, c)] A log π: beyond c (`clip_ratio_c`, 20) the gradient grows no further",
-        "−M r A: the same gradient up to c",
-        "none",
-    ),
-    Difference(
-        "verl, NeMo RL, slime",
-        "cispo",
-        "the weight has a lower bound, 1 − 0.2 by default (`clip_ratio_low`, `ratio_clip_min`, `eps_clip`)",
-        "none by default, as in MiniMax-M1",
-        "algorithm.objective.low=0.2",
-    ),
-    Difference(
-        "NeMo RL",
-        "reference_policy_kl_penalty",
-        "weighs D by π/sg[π], which is 1: the gradient is that of D plus D times that of log π, in every update",
-        "`on_policy=false` has the gradient of D alone, `on_policy=true` weighs D by π/π_old",
-        "algorithm.kl.on_policy=true: equal in the first update of a step",
-    ),
-    Difference(
-        "NeMo RL",
-        "use_on_policy_kl_approximation",
-        "D weighs π/μ",
-        "`on_policy=true` weighs by π/π_old",
-        "algorithm/correction=sampler makes π_old = μ",
-    ),
-    Difference(
-        "NeMo RL",
-        "adv_estimator=opd with icepop",
-        "the distillation term has the weights of the correction",
-        "`kl=reverse` is part of the KL term, which no correction weighs",
-        "algorithm.loss(advantages=log T − log π_old), in Python",
-    ),
-    Difference(
-        "slime",
-        "use_opd",
-        "A_it = A_i − β (log π_old − log T), inside the clip",
-        "`kl=reverse` adds β r sg[log π − log T], outside the clip; equal in the first update of a step",
-        "algorithm.loss(advantages=A_it), in Python",
-    ),
-    Difference(
-        "prime-rl",
-        "ref_kl (opd)",
-        "a token whose probability fell by more than 0.2 loses its distillation term",
-        "`kl=reverse` keeps it",
-        "none",
-    ),
-    Difference(
-        "slime",
-        "kl_loss_type=k3",
-        "exp(x) − x − 1, without a bound (`low_var_kl` has one)",
-        "at most 10, as in verl and NeMo RL",
-        "none",
-    ),
-    Difference(
-        "NeMo RL",
-        "adv_estimator=grpo, its default",
-        "A is divided by the std of the other completions' scores",
-        "`std` by that of the whole group, from whose mean A is taken",
-        "algorithm/advantage=leave_one_out algorithm.advantage.scale=others",
-    ),
-    Difference(
-        "verl",
-        "reinforce_plus_plus_baseline",
-        "the variance over tokens has ddof 1",
-        "`reinforce_pp` over=tokens has ddof 0, as in NeMo RL and OpenRLHF",
-        "none",
-    ),
-    Difference(
-        "verl, SkyRL",
-        "grpo, a group of one completion",
-        "A = s",
-        "A = 0: there is nothing to compare with",
-        "none",
-    ),
-    Difference(
-        "SkyRL",
-        "maxrl",
-        "A = (s − mean) / (mean + 1e-6)",
-        "A = (s − mean) / mean, 0 where the mean is 0",
-        "none",
-    ),
-]
-DIFFERENCES = {f"{one.peer}: {one.name}": one for one in _DIFFERENCES}
+DIFFERENCES = {
+    f"{one['peer']}: {one['name']}": Difference(**one)
+    for one in yaml.safe_load(Path(__file__).with_name("differences.yaml").read_text(encoding="utf-8"))
+}

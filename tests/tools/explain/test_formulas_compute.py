@@ -136,7 +136,7 @@ def test_the_aggregates_formula_gives_its_weights(part: Any) -> None:
     advantages = torch.tensor([1.0, -1.0, 0.0, 0.0, 0.5, -0.5])  # the second group has no signal
     mask = (torch.arange(5) < torch.tensor(lengths)[:, None]).long()
     ids = torch.tensor(groups)
-    weights = part(mask, ids, Totals.of(advantages, mask, ids, micro_batches=4))
+    weights = part(mask, ids, Totals.of(advantages, mask.sum(1), ids, micro_batches=4))
     formula = formula_of(part)
     only = getattr(part, "informative_only", False)
     counted = [not only or group != 1 for group in groups]
