@@ -22,21 +22,22 @@ if TYPE_CHECKING:
 class Totals:
     """Counts over one optimizer window: all rows of one update, over all micro-batches and processes.
 
-    rows: all rows, including those without a token in the loss. tokens: tokens in the loss.
     group_ids [N] sorted, group_tokens [N], group_informative [N] (any advantage not 0): a count for each group.
-    micro_batches: number of micro-batches over all processes (`scope=micro_batch` only).
-    skipped: tokens of rows that are not computed, because they have no gradient.
-    rows_in_loss: rows with a token in the loss.
     """
 
     rows: int
+    """All rows, including those without a token in the loss."""
     tokens: int
+    """Tokens in the loss."""
     group_ids: Tensor
     group_tokens: Tensor
     group_informative: Tensor
     micro_batches: int = 1
+    """Number of micro-batches over all processes (`scope=micro_batch` only)."""
     skipped: int = 0
+    """Tokens of rows that are not computed, because they have no gradient."""
     rows_in_loss: int = 0
+    """Rows with a token in the loss."""
 
     @classmethod
     def of(cls, advantages_B: Tensor, lengths_B: Tensor, group_ids_B: Tensor, micro_batches: int = 1) -> Totals:
@@ -56,12 +57,8 @@ class Totals:
 
     def to(self, device: torch.device) -> Totals:
         """The same counts on another device."""
-        return replace(
-            self,
-            group_ids=self.group_ids.to(device),
-            group_tokens=self.group_tokens.to(device),
-            group_informative=self.group_informative.to(device),
-        )
+        names = ("group_ids", "group_tokens", "group_informative")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     def index(self, group_ids_B: Tensor) -> Tensor:
         """The position of each row's group in `group_ids`."""

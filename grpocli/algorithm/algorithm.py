@@ -265,8 +265,7 @@ class Algorithm:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of some rows of an optimizer window; the losses of its parts add up to the window's loss.
 
-        Without the term of `router_aux_loss_coef`, which needs the model's routers (`training/router_balance.py`).
-
+        It lacks the term of `router_aux_loss_coef`, which needs the model's routers (`training/router_balance.py`).
         logp [B, T]: log-probs of the tokens under the policy, in nats, with gradient. old_logp [B, T]: under the
         policy at the start of the step. For completions of older weights, without a correction: under the policy that
         sampled them. rollout_logp [B, T]: under the policy that sampled, computed by the sampler; with

@@ -65,10 +65,7 @@ def try_part(kind: str, part: Any) -> None:
 
 
 def checked_rewards(rewards: Mapping[str, Tensor], weights: Mapping[str, float] | None) -> dict[str, Tensor]:
-    """The rewards as floating-point tensors [P, G].
-
-    Raises ValueError with the reward's name for another shape, an infinite reward or weight, or a missing reward.
-    """
+    """The rewards as floating-point tensors [P, G]. Raises the ValueErrors of `Algorithm.advantages`, with the name."""
     import torch
 
     if not rewards:

@@ -98,10 +98,9 @@ def _clip_metrics(side: str, flags: Tensor, mask_BT: Tensor, totals: Totals) -> 
     """Clipping metrics as in TRL. flags [B, T], or [B] for sequence ratios: r < 1 - low and A < 0, or r > 1 + high and
     A > 0.
 
-    clip_ratio/low_mean, high_mean, dropped_mean: share of the window's tokens, or rows, that are clipped on this side,
-    or dropped.
-    clip_ratio/low_min, high_max: smallest and largest share in a part of the window, of tokens or of rows with a token.
-    Tokens that are not computed are one more part, without clipped tokens; parts without tokens do not count.
+    low_mean, high_mean, dropped_mean: share of the window's tokens, or rows. low_min, high_max: smallest and largest
+    share in a part of the window, of tokens or of rows with a token. Tokens that are not computed are one more part,
+    without clipped tokens; parts without tokens do not count.
     """
     of_tokens = flags.shape == mask_BT.shape
     clipped = (flags * mask_BT).sum() if of_tokens else flags.sum()

@@ -1,7 +1,7 @@
 """Packed rows through torch's `flex_attention`: one call a layer for the whole sequence.
 
-The attention pattern is that of `shared_prompt_attention`. A `BlockMask` lists the tiles of TILE x TILE tokens that are
-not empty, and has a function that decides for each pair of tokens in a tile that is only partly filled.
+The pattern is that of `shared_prompt_attention`. A `BlockMask` lists the tiles of TILE x TILE tokens that are not
+empty, and has a function that decides for each pair of tokens in a partly filled tile.
 """
 
 from __future__ import annotations

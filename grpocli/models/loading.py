@@ -42,7 +42,7 @@ PACKING = (None, "sdpa", FLEX)
 
 
 def takes_flex(attention: str | None, gpu: bool) -> bool:
-    """Whether packed rows try flex attention. attention: `model.attention`."""
+    """Whether packed rows try flex attention, with `model.attention`."""
     return attention == FLEX or (attention is None and gpu)
 
 
@@ -219,10 +219,9 @@ def with_head(part: Any, model: PreTrainedModel) -> PreTrainedModel:
 def load_policy(
     part: Any, base: str, path: str, seed: int, dtype: str = "float32", device: Any = "cpu"
 ) -> PreTrainedModel:
-    """The model to train, without dropout. path: `base`, or the checkpoint to resume from.
+    """The model to train, without dropout. path: `base`, or the checkpoint to resume from, with LoRA only its updates.
 
-    With LoRA the weights always come from `base`, and a checkpoint holds only the updates. dtype, device: as of
-    `load_quantized`. Raises ConfigError if `model.lora` and the checkpoint do not match.
+    dtype, device: as of `load_quantized`. Raises ConfigError if `model.lora` and the checkpoint do not match.
     """
     if path != base:
         lora.check_same(part.lora, Path(path))
@@ -308,10 +307,7 @@ def load_tokenizer(part: Any, path: str) -> PreTrainedTokenizerBase:
 
 
 def check_vocabulary(part: Any, path: str) -> None:
-    """Raise ConfigError if a token has no row in the embedding of the model at `path`.
-
-    Tokens for padding and images need none, unless they are the end token: no prompt and no completion has them.
-    """
+    """Raise ConfigError if a token has no row in the embedding; those for padding and images are in no row of data."""
     tokenizer, rows = load_tokenizer(part, path), load_config(part, path).get_text_config().vocab_size
     unused = {tokenizer.pad_token, getattr(tokenizer, "image_token", None)} - {tokenizer.eos_token}
     if (tokens := max(number for token, number in tokenizer.get_vocab().items() if token not in unused) + 1) > rows:

@@ -2,8 +2,7 @@
 
     W' = W + (alpha / rank) B A        W [out, in], B [out, rank] starts at 0, A [rank, in] at random
 
-peft's layers replace linear layers in place, so the model keeps its class, config and cache; only its parameters have
-other names. `merged` yields the merged weights under the original names.
+peft's layers replace linear layers in place: only names of parameters change, and `merged` has the original ones.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from importlib.util import find_spec
 from pathlib import Path
@@ -143,10 +142,9 @@ def is_adapted(model: PreTrainedModel) -> bool:
 
 
 def merged(model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """W + (alpha / rank) B A under the base model's names, one at a time, tied ones once; the model is unchanged.
+    """Yield W + (alpha / rank) B A under the base model's names, tied ones once; the model is unchanged.
 
-    tensors: its `named_parameters()` or `state_dict().items()`. Without an adapter they are yielded unchanged, weights
-    of 4 bits as their numbers.
+    tensors: its `named_parameters()` or `state_dict().items()`. Weights of 4 bits are yielded as their numbers.
     """
     updates = {f"{name}.base_layer.weight": layer for name, layer in lora_layers(model)}
     names = {  # in the base model; None: not in it
@@ -169,15 +167,12 @@ def merged(model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]) -> Ite
 
 @contextmanager
 def switched_off(model: PreTrainedModel) -> Iterator[None]:
-    """Disable the updates inside the context: the model is the base model."""
-    layers = [layer for _, layer in lora_layers(model)]
-    for layer in layers:
-        layer.enable_adapters(False)
-    try:
+    """A block in which the updates are off: the model is the base model."""
+    with ExitStack() as stack:
+        for _, layer in lora_layers(model):
+            layer.enable_adapters(False)
+            stack.callback(layer.enable_adapters, True)
         yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(True)
 
 
 def save_adapter(model: PreTrainedModel, folder: Path, tensors: dict[str, Tensor] | None = None) -> None:

@@ -30,9 +30,7 @@ class Teacher:
     name: str
     """The value of the key."""
     tasks: tuple[str, ...]
-    """Those that it scores."""
     part: ModelPart
-    """Its choice of `model`."""
 
     def check_ready(self) -> None:
         """Raise ConfigError if its folder is missing or the hub does not answer. Loads nothing."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from grpocli.tasks.task import Example
 
-SEED = 0
+SEED, CONTEXT = 0, 512
 SOURCES = ("models/tiny.py", "models/warm_start.py", "tasks/generated.py")
 NEEDED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 SPECIAL = ("<pad>", "<unk>", "<bos>", "<end>", "<system>", "<user>", "<assistant>")
@@ -67,17 +67,14 @@ CALCULATOR: dict[str, Any] = {
 }
 """The tool of the warm start, as the chat template reads it."""
 
-CONTEXT = 512
-
 
 @part("model", "tiny")
 class Tiny(ModelPart):
     """A Llama of 0.3 million parameters, one character per token, warm-started on arithmetic.
 
     It is made at first use, in about half a minute, and kept in the cache folder. The warm start is a short supervised
-    phase on the training problems of `task=arithmetic`. A digit of an answer is replaced by a random one with a
-    probability that rises to `noise`, so the model learns to add but also to err, which leaves reinforcement learning
-    something to improve.
+    phase on the training problems of `task=arithmetic`, with a share of random digits that rises to `noise`, so the
+    model learns to add but also to err, which leaves reinforcement learning something to improve.
     """
 
     digits: int = field(default=2, metadata={"interpolate": "oc.select:task.digits,2"})

@@ -71,10 +71,7 @@ def warm_start(
     seed: int,
     progress: Progress | None = None,
 ) -> None:
-    """Train `model` in place on the answers of examples, with a share of their digits replaced at random.
-
-    The share rises from 0 to `noise`.
-    """
+    """Train `model` in place on the answers of examples; a share of digits that rises to `noise` is random."""
     kinds = kinds_of(examples, tokenizer)
     n_learned = sum(kind.n_learned for kind in kinds)
     digits = torch.tensor(tokenizer.convert_tokens_to_ids(list("0123456789")))
@@ -134,8 +131,7 @@ def _optimizers(model: LlamaForCausalLM) -> list[tuple[torch.optim.Optimizer, fl
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024): steps along the orthogonalised momentum; matrices of one shape are batched.
 
-    It learns the warm start in a third of AdamW's steps. In float32: torch.optim.Muon computes in bfloat16, which is
-    many times slower on a CPU without such instructions.
+    It learns the warm start in a third of AdamW's steps, in float32 (README.md).
     """
 
     def __init__(self, matrices: Iterable[Tensor], lr: float, momentum: float = 0.95) -> None:

@@ -51,6 +51,7 @@ def group_advantage(rewards: torch.Tensor, k: int) -> float:
 # The policy-gradient term.
 
 CLIP = ("algorithm=grpo", "algorithm/kl=none", "algorithm.advantage.eps=0")
+SEQUENCE = ("algorithm.objective.level=sequence", "algorithm.objective.low=0.1", "algorithm.objective.high=0.15")
 
 
 @transcribes("objective=clip", "advantage=std", "aggregate=sequence_mean", "tokens=all", "correction=none", "kl=none")
@@ -62,8 +63,7 @@ def test_gspo(batch: Batch) -> None:
         s = math.prod(batch.ratio(at) for at in tokens) ** (1 / len(tokens))
         a = group_advantage(batch.rewards[i], k)
         objective = objective + smaller(s * a, clip(s, 1 - 0.1, 1 + 0.15) * a) / G
-    options = ("algorithm.objective.level=sequence", "algorithm.objective.low=0.1", "algorithm.objective.high=0.15")
-    assert_same(batch, objective / P, *CLIP, *options)
+    assert_same(batch, objective / P, *CLIP, *SEQUENCE)
 
 
 @transcribes("objective=cispo", "aggregate=token_mean")
@@ -174,9 +174,7 @@ def test_gspo_token(batch: Batch) -> None:
             s_t = s * torch.exp(batch.logp[at]) / math.exp(batch.logp[at].item())
             a = advantages[at].item()
             objective = objective + smaller(s_t * a, clip(s_t, 1 - 0.1, 1 + 0.15) * a) / len(tokens) / (P * G)
-    part = built(
-        *CLIP, "algorithm.objective.level=sequence", "algorithm.objective.low=0.1", "algorithm.objective.high=0.15"
-    )
+    part = built(*CLIP, *SEQUENCE)
     inside = batch.mask.bool()
     loss_BT, sides = part.objective(batch.logp.where(inside, 0.0), batch.old.where(inside, 0.0), advantages, batch.mask)
     loss = ((loss_BT * batch.mask).sum(1) / batch.mask.sum(1)).mean()
@@ -255,6 +253,13 @@ def test_geometric(batch: Batch, bounds: tuple[float, float]) -> None:
 # The gap between sampler and trainer.
 
 
+def sampling_ratio(batch: Batch, at: tuple[int, int], level: str) -> float:
+    """pi_trainer / pi_sampler of a token, or the geometric mean of its sequence's."""
+    row = batch.tokens(*divmod(at[0], G)) if level == "sequence" else [at]
+    gap = math.prod(math.exp(batch.old[x].item()) / math.exp(batch.sampler[x].item()) for x in row)
+    return gap ** (1 / len(row))
+
+
 @transcribes(
     "correction=token_truncate", "correction=token_mask", "correction=sequence_truncate", "correction=sequence_mask"
 )
@@ -264,19 +269,13 @@ def test_corrections(batch: Batch, level: str, bound: str) -> None:
     """rho = pi_trainer / pi_sampler times the term; of a sequence the geometric mean (NeMo RL's GRPO guide)."""
 
     def rho(at: tuple[int, int]) -> float:
-        row = batch.tokens(*divmod(at[0], G)) if level == "sequence" else [at]
-        gap = math.prod(math.exp(batch.old[x].item()) / math.exp(batch.sampler[x].item()) for x in row)
-        ratio = gap ** (1 / len(row))
+        ratio = sampling_ratio(batch, at, level)
         if bound == "mask":
             return ratio if 0.8 <= ratio <= 1.25 else 0.0
         return min(max(ratio, 0.8), 1.25)
 
     objective = token_mean(batch, lambda at, a: rho(at) * clipped(batch, at, a))
-    options = (
-        f"algorithm/correction={level}_{bound}",
-        "algorithm.correction.min=0.8",
-        "algorithm.correction.max=1.25",
-    )
+    options = (f"algorithm/correction={level}_{bound}", "algorithm.correction.min=0.8", "algorithm.correction.max=1.25")
     assert_same(batch, objective, *TOKEN_MEAN, *options)
 
 
@@ -286,14 +285,9 @@ def test_corrections(batch: Batch, level: str, bound: str) -> None:
 def test_weigh_and_drop(batch: Batch, weigh: str, drop: str) -> None:
     """A clamped ratio, of a token or of a sequence's geometric mean, where a ratio is between two others."""
 
-    def x(at: tuple[int, int], level: str) -> float:
-        row = batch.tokens(*divmod(at[0], G)) if level == "sequence" else [at]
-        gap = math.prod(math.exp(batch.old[x].item()) / math.exp(batch.sampler[x].item()) for x in row)
-        return gap ** (1 / len(row))
-
     def rho(at: tuple[int, int]) -> float:
-        kept = drop == "none" or 0.75 <= x(at, drop) <= 1.3
-        return (1.0 if weigh == "none" else min(max(x(at, weigh), 0.8), 1.25)) * kept
+        kept = drop == "none" or 0.75 <= sampling_ratio(batch, at, drop) <= 1.3
+        return (1.0 if weigh == "none" else min(max(sampling_ratio(batch, at, weigh), 0.8), 1.25)) * kept
 
     objective = token_mean(batch, lambda at, a: rho(at) * clipped(batch, at, a))
     values = {"weigh": weigh, "min": 0.8, "max": 1.25, "drop": drop, "low": 0.75, "high": 1.3}
@@ -431,26 +425,22 @@ def aggregated(batch: Batch, advantages: torch.Tensor, divisor: Callable[[int, i
     return total
 
 
+BY_GROUP, INFORMATIVE = "algorithm.aggregate.scope=group", "algorithm.aggregate.informative_only=true"
+
+
 @transcribes("aggregate=sequence_mean", "aggregate=token_mean", "aggregate=constant")
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("sequence_mean", ["algorithm/aggregate=sequence_mean"]),
-        ("constant", ["algorithm/aggregate=constant", "algorithm.aggregate.length=7"]),
-        ("batch", ["algorithm/aggregate=token_mean"]),
-        ("group", ["algorithm/aggregate=token_mean", "algorithm.aggregate.scope=group"]),
-        ("informative batch", ["algorithm/aggregate=token_mean", "algorithm.aggregate.informative_only=true"]),
-        (
-            "informative group",
-            [
-                "algorithm/aggregate=token_mean",
-                "algorithm.aggregate.scope=group",
-                "algorithm.aggregate.informative_only=true",
-            ],
-        ),
+        ("sequence_mean", "algorithm/aggregate=sequence_mean"),
+        ("constant", "algorithm/aggregate=constant algorithm.aggregate.length=7"),
+        ("batch", "algorithm/aggregate=token_mean"),
+        ("group", f"algorithm/aggregate=token_mean {BY_GROUP}"),
+        ("informative batch", f"algorithm/aggregate=token_mean {INFORMATIVE}"),
+        ("informative group", f"algorithm/aggregate=token_mean {BY_GROUP} {INFORMATIVE}"),
     ],
 )
-def test_aggregates(batch: Batch, name: str, options: list[str]) -> None:
+def test_aggregates(batch: Batch, name: str, options: str) -> None:
     """The divisors; with informative_only, tokens and questions without advantages do not count."""
     lengths = [[len(batch.tokens(i, k)) for k in range(G)] for i in range(P)]
     generator = torch.Generator().manual_seed(5)
@@ -464,7 +454,7 @@ def test_aggregates(batch: Batch, name: str, options: list[str]) -> None:
         "group": lambda i, k: len(counted) * sum(lengths[i]) if i in counted else math.inf,
     }
     objective = aggregated(batch, advantages, divisors[name.split()[-1]])
-    assert_same(batch, objective, "algorithm=grpo", *options, weights=advantages.reshape(-1))
+    assert_same(batch, objective, "algorithm=grpo", *options.split(), weights=advantages.reshape(-1))
 
 
 def test_a_masked_completion_counts_as_a_row_and_not_as_tokens(batch: Batch) -> None:
@@ -573,9 +563,8 @@ def test_reinforce_pp_over_tokens(seed: int, eps: float) -> None:
     expected = [
         [0.0 if math.isnan(groups[i][k]) else (centred[i][k] - centre) / scale for k in range(G)] for i in range(5)
     ]
-    part = built(
-        "algorithm=reinforce_pp", "algorithm.advantage.over=tokens", f"algorithm.advantage.eps={eps}"
-    ).advantage
+    options = ("algorithm.advantage.over=tokens", f"algorithm.advantage.eps={eps}")
+    part = built("algorithm=reinforce_pp", *options).advantage
     assert part.needs_lengths
     ours = part(values, lengths)
     torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-13)
@@ -626,12 +615,9 @@ def test_several_rewards_are_summed_then_normalised(seed: int) -> None:
     """r = the sum of weight x reward over those that apply; advantage 0 where none does."""
     a, b = rewards(seed), rewards(seed + 10).roll(1, 0)
     groups = [
-        [
-            sum(scored([2.0 * x, 0.5 * y])) if scored([x, y]) else NAN
-            for x, y in zip(row_a, row_b, strict=True)
-        ]
-        for row_a, row_b in zip(a.tolist(), b.tolist(), strict=True)
-    ]  # fmt: skip
+        [sum(scored([2.0 * x, 0.5 * y])) if scored([x, y]) else NAN for x, y in zip(*rows, strict=True)]
+        for rows in zip(a.tolist(), b.tolist(), strict=True)
+    ]
     expected = [[literal_advantage("std", 1e-4, groups, i, k) for k in range(G)] for i in range(len(groups))]
     ours = built("algorithm=grpo").advantages({"a": a, "b": b}, {"a": 2.0, "b": 0.5})
     torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-13)
@@ -679,18 +665,10 @@ def test_difficulty(temperature: float) -> None:
         [weight.get(i, 1.0) * (group[k] - mean(group)) if len(set(group)) > 1 else 0.0 for k in range(G)]
         for i, group in enumerate(scores)
     ]
-    algorithm = built(
-        "algorithm=dgpo",
-        "algorithm/advantage=center",
-        f"algorithm.question_weight.temperature={temperature}",
-        "algorithm.question_weight.reward=accuracy",
-    )
-    ours = algorithm.advantages(
-        {
-            "style": torch.tensor(style, dtype=torch.float64),
-            "accuracy": torch.tensor(accuracy, dtype=torch.float64),
-        }
-    )
+    options = (f"question_weight.temperature={temperature}", "question_weight.reward=accuracy")
+    algorithm = built("algorithm=dgpo", "algorithm/advantage=center", *(f"algorithm.{one}" for one in options))
+    given = {"style": style, "accuracy": accuracy}
+    ours = algorithm.advantages({name: torch.tensor(one, dtype=torch.float64) for name, one in given.items()})
     torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-14)
 
 

@@ -11,8 +11,6 @@ import torch
 from chat_families import CHAT_FAMILIES
 
 from grpocli.chat_clock import with_date
-from grpocli.composition.compose import compose
-from grpocli.config.build import build
 from grpocli.errors import ConfigError
 from grpocli.models.chat_template import end_of_turn, variables
 from grpocli.models.loading import HuggingFace, configured_end_ids, end_token_ids, load_tokenizer
@@ -57,15 +55,8 @@ def test_a_completion_ends_where_the_family_ends_a_turn(family: str) -> None:
     model = make_model(0)
     model.generation_config.eos_token_id = configured
     assert set(stop_token_ids(model, tokenizer)) == end_token_ids(configured, tokenizer)
-
-
-def test_without_a_generation_config_a_turn_ends_at_the_same_place(family: str) -> None:
-    """A folder without generation_config.json, as of a checkpoint of another trainer."""
-    one = CHAT_FAMILIES[family]
-    tokenizer = one.tokenizer()
-    ends = {tokenizer.convert_ids_to_tokens(i) for i in end_token_ids(None, tokenizer)}
-    assert ends <= set(one.ends)
-    assert (one.template_ends or one.eos) in ends
+    without = {tokenizer.convert_ids_to_tokens(i) for i in end_token_ids(None, tokenizer)}  # no generation_config.json
+    assert {one.template_ends or one.eos} <= without <= set(one.ends)
 
 
 @pytest.mark.parametrize("family", ["qwen3-base", "gemma3"])
@@ -231,13 +222,13 @@ def test_an_argument_that_no_template_reads_is_refused(tmp_path: Path) -> None:
         loaded("qwen3-2507", tmp_path, chat_template_arguments=arguments)
 
 
-def test_a_broken_template_is_named_when_arguments_are_given(tmp_path: Path) -> None:
+def test_a_template_of_a_file_that_is_broken_or_missing(tmp_path: Path) -> None:
     template = tmp_path / "t.jinja"
+    template.write_text("{{ messages[0].content }}{{ x }}")
+    given = {"chat_template": str(template), "chat_template_arguments": {"x": 1}}
+    assert prompt_text(loaded("qwen3", tmp_path, **given)) == "47+85=1"
     template.write_text("{% if %}")
     with pytest.raises(ConfigError, match="not valid Jinja: "):
-        loaded("qwen3", tmp_path, chat_template=str(template), chat_template_arguments={"x": 1})
-
-
-def test_the_keys_are_typed() -> None:
-    given = build(compose(["model=qwen3-0.6b", "model.chat_template_arguments.enable_thinking=false"]).model)
-    assert given.chat_template_arguments == {"enable_thinking": False}
+        loaded("qwen3", tmp_path, **given)
+    with pytest.raises(ConfigError, match=r"model\.chat_template=nowhere"):
+        HuggingFace(path="x", chat_template="nowhere")

@@ -109,18 +109,13 @@ def test_pieces_of_the_head_are_exact(bias: bool, sampling: Sampling, monkeypatc
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
 
 
-def test_products_are_in_float32() -> None:
-    """Also under autocast."""
+def test_products_are_in_float32_and_a_gpu_takes_a_gradient_in_two_parts() -> None:
     torch.manual_seed(2)
     wide_NV, weight_VH = torch.randn(7, 300), torch.randn(300, 5).to(BFLOAT16)
-    with torch.autocast("cpu", dtype=BFLOAT16):
-        products = [product(factor, weight_VH, on_cpu=True) for factor in (wide_NV.to(BFLOAT16), wide_NV)]
-    for found, factor in zip(products, (wide_NV.to(BFLOAT16), wide_NV), strict=True):
+    for factor in (wide_NV.to(BFLOAT16), wide_NV):
+        with torch.autocast("cpu", dtype=BFLOAT16):
+            found = product(factor, weight_VH, on_cpu=True)
         torch.testing.assert_close(found, (factor.double() @ weight_VH.double()).float(), rtol=1e-5, atol=1e-5)
-
-
-def test_a_gpu_takes_a_gradient_in_two_parts() -> None:
-    wide_NV = torch.randn(7, 300)
     high, low = parts_(wide_NV.clone(), BFLOAT16)
     assert high.dtype == low.dtype == BFLOAT16
     assert ((high.double() + low.double() - wide_NV).abs() <= 2.0**-16 * wide_NV.abs()).all()

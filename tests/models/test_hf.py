@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -74,29 +73,26 @@ def test_a_path_without_a_model_is_refused(path: str, folder: Path) -> None:
         build(compose(["model=hf"]).model)
 
 
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_an_incomplete_folder_is_refused(folder: Path, file: str) -> None:
-    (folder / file).unlink()
-    with pytest.raises(ConfigError, match="has no ") as refused:
-        HuggingFace(path=str(folder)).prepare()
-    assert refused.value.key == "model.path"
-
-
-@pytest.mark.parametrize("broken", ["{", "null", {"hidden_size": "x"}, {"num_attention_heads": 0}, b"short"])
-def test_a_broken_file_gives_a_one_sentence_error(folder: Path, broken: Any) -> None:
-    if isinstance(broken, dict):
-        broken = json.dumps(json.loads((folder / "config.json").read_text()) | broken)
-    if isinstance(broken, bytes):
-        (folder / "model.safetensors").write_bytes(broken)
-    else:
-        (folder / "config.json").write_text(broken)
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", None),
+        ("model.safetensors", None),
+        ("tokenizer.json", None),
+        ("config.json", "{"),
+        ("config.json", '{"model_type": "llama", "num_attention_heads": 0}'),
+        ("model.safetensors", "short"),
+    ],
+)
+def test_a_missing_or_broken_file_gives_a_one_sentence_error(folder: Path, file: str, content: str | None) -> None:
+    (folder / file).unlink() if content is None else (folder / file).write_text(content)
     part = HuggingFace(path=str(folder))
-    with pytest.raises(ConfigError, match="cannot load the model") as caught:
+    with pytest.raises(ConfigError) as caught:
         load_model(part, part.prepare())
     assert (caught.value.key, "\n" in str(caught.value)) == ("model.path", False)
 
 
-@pytest.mark.parametrize("config", ["{", '{"model_type": "nonsense"}', '{"model_type": "t5"}', "{}"])
+@pytest.mark.parametrize("config", ["{", '{"model_type": "t5"}'])
 def test_choosing_the_dtype_needs_a_readable_config(folder: Path, config: str, monkeypatch) -> None:
     monkeypatch.setattr(loading, "cpu_has_bfloat16", lambda _: True)
     part = HuggingFace(path=str(folder))
@@ -114,17 +110,6 @@ def test_the_end_token_replaces_a_missing_padding_token(folder: Path) -> None:
     loaded = load_tokenizer(HuggingFace(path=str(folder)), str(folder))
     assert loaded.pad_token_id == loaded.eos_token_id
     assert len(loaded) == len(tokenizer)
-
-
-def test_arguments_reach_the_chat_template(folder: Path, tmp_path: Path) -> None:
-    template = tmp_path / "t.jinja"
-    template.write_text("{{ messages[0].content }}{% if thinking is defined and not thinking %} (briefly){% endif %}")
-    for arguments, text in (({}, "hi"), ({"thinking": False}, "hi (briefly)")):
-        part = HuggingFace(path=str(folder), chat_template=str(template), chat_template_arguments=arguments)
-        tokenizer = load_tokenizer(part, str(folder))
-        assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == text
-    with pytest.raises(ConfigError, match=r"model\.chat_template=nowhere"):
-        HuggingFace(path=str(folder), chat_template="nowhere")
 
 
 @pytest.mark.parametrize(
@@ -155,19 +140,13 @@ def test_a_token_without_a_row_is_refused_with_both_numbers(folder: Path) -> Non
 
 
 @pytest.mark.parametrize("text", ["{", "[1]"])
-def test_the_broken_config_of_an_adapter_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_adapter_is_no_model_and_needs_a_config(tmp_path: Path, text: str) -> None:
     (tmp_path / "adapter_config.json").write_text(text)
-    for make, key in ((HuggingFace(path=str(tmp_path)).check_ready, "model.path"), (Lora, "model.lora.path")):
-        with pytest.raises(ConfigError) as refused:
-            make(path=str(tmp_path)) if make is Lora else make()
-        assert refused.value.key == key
-
-
-def test_the_folder_of_an_adapter_is_told_as_one(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "OWNER/BASE"}))
-    with pytest.raises(ConfigError, match=r"is an adapter.*model\.lora\.path") as refused:
+    with pytest.raises(ConfigError, match=r"is an adapter.*model\.lora\.path"):
         HuggingFace(path=str(tmp_path)).check_ready()
-    assert refused.value.key == "model.path"
+    with pytest.raises(ConfigError) as refused:
+        Lora(path=str(tmp_path))
+    assert refused.value.key == "model.lora.path"
 
 
 def test_a_policy_has_no_dropout() -> None:

@@ -14,9 +14,7 @@ from grpocli.errors import ConfigError
 from grpocli.hub import HubPath, hub_api, hub_path
 from grpocli.models.loading import HuggingFace
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Use 'content=:DeprecationWarning"
-)  # huggingface_hub's use of its client
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of huggingface_hub's client
 FILES = ("config.json", "tokenizer.json", "model.safetensors", "checkpoints/step_000001/config.json")
 
 

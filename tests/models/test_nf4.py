@@ -139,17 +139,13 @@ def test_the_merged_model_is_the_policy(part) -> None:
     assert all("quant" not in name for name in plain.state_dict())
 
 
-def test_it_keeps_half_a_byte_a_weight(part) -> None:
+def test_it_keeps_half_a_byte_a_weight_and_samples_with_it(part) -> None:
     model = policy(part, "bfloat16")
     for _, layer in lora_layers(model):
         one = layer.base_layer
         held = one.weight.nbytes + one.quant_state.absmax.nbytes
         assert held == one.in_features * one.out_features * (0.5 + 4 / 64)
     assert model.get_input_embeddings().weight.dtype == torch.bfloat16
-
-
-def test_sampling_takes_its_frozen_weights(part) -> None:
-    model = policy(part, "bfloat16")
     alone = Parallel(torch.device("cpu"))
     with torch.no_grad(), alone.sampling(model, torch.bfloat16):
         first = model(IDS).logits

@@ -6,6 +6,7 @@ On a CPU large `sdpa` calls run in bfloat16 with few different lengths, and smal
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -67,12 +68,8 @@ def test_each_completion_attends_as_a_separate_row(
     expected = _alone(*states, prompts)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     weight = torch.randn(found.shape)
-    for one, other in zip(
-        torch.autograd.grad((found * weight).sum(), states),
-        torch.autograd.grad((expected * weight).sum(), states),
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    gradients = [torch.autograd.grad((output * weight).sum(), states) for output in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("prompts", PROMPTS.values(), ids=PROMPTS)
@@ -149,14 +146,13 @@ def result(given: list[torch.Tensor], mask: torch.Tensor | None, low: torch.dtyp
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, int, int]]:
-    """The dtype and the numbers of queries and keys of each call."""
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The dtype, queries, keys and heads of keys of each call, and its options."""
     seen = []
-    real = attention.scaled_dot_product_attention
 
     def watched(query, key, value, **how):
-        seen.append((query.dtype, query.shape[2], key.shape[2]))
-        return real(query, key, value, **how)
+        seen.append((query.dtype, query.shape[2], key.shape[2], key.shape[1], how["is_causal"], how["enable_gqa"]))
+        return scaled_dot_product_attention(query, key, value, **how)
 
     monkeypatch.setattr(attention, "scaled_dot_product_attention", watched)
     return seen
@@ -168,7 +164,7 @@ def test_a_large_call_is_in_bfloat16_and_padded(calls, masked: bool) -> None:
     given, mask = states(queries, keys), later_half(queries, keys) if masked else None
     low, exact = (result(given, mask, dtype) for dtype in (torch.bfloat16, torch.float32))
     filled = (320, 704) if masked else (576, 576)
-    assert calls == [(torch.bfloat16, *filled), (torch.float32, queries, keys)]
+    assert [call[:3] for call in calls] == [(torch.bfloat16, *filled), (torch.float32, queries, keys)]
     for found, expected in zip(low, exact, strict=True):
         assert found.shape == expected.shape
         assert (found - expected).norm() < 0.02 * expected.norm()
@@ -180,23 +176,16 @@ def test_a_small_call_is_in_float32(calls) -> None:
     assert [dtype for dtype, *_ in calls] == [torch.float32] * 2
 
 
-def test_a_gpu_attends_in_the_dtype_of_autocast_and_copies_no_grouped_keys_without_a_mask(monkeypatch) -> None:
+def test_a_gpu_attends_in_the_dtype_of_autocast_and_copies_no_grouped_keys_without_a_mask(calls) -> None:
     """The rotation of positions gives queries and keys of float32."""
-    seen = []
-
-    def watched(query, key, value, **how):
-        seen.append((query.dtype, key.shape[1], how["is_causal"], how["enable_gqa"]))
-        return scaled_dot_product_attention(query, key, value, **how)
-
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", watched)
     query, key, value = _states(30 + 7 + 4 + 36)
     segments = Segments.build([(30, [4, 3]), (4, [18, 18])], torch.device("cpu"), on_cpu=False)
     attend = partial(segments.attend, how={"dropout_p": 0.0, "scale": None})
     with torch.autocast("cpu", torch.bfloat16):
         low = attend(query, key, value.bfloat16())
-    causal, masked = (torch.bfloat16, 2, True, True), (torch.bfloat16, 4, False, False)
-    assert seen == [masked, causal]
-    seen.clear()
+    causal, masked = (2, True, True), (4, False, False)
+    assert [(call[0], call[3:]) for call in calls] == [(torch.bfloat16, masked), (torch.bfloat16, causal)]
+    calls.clear()
     exact = attend(query, key, value)
-    assert {(dtype, grouped) for dtype, _, _, grouped in seen} == {(torch.float32, False)}
+    assert {(call[0], call[-1]) for call in calls} == {(torch.float32, False)}
     assert (low - exact).norm() < 0.02 * exact.norm()

@@ -11,7 +11,7 @@ from composed import built
 
 from grpocli.errors import ConfigError
 from grpocli.models.loading import HuggingFace
-from grpocli.models.teacher import WARMER, check_tokenizers, difference, teachers_of
+from grpocli.models.teacher import WARMER, check_tokenizers, teachers_of
 from grpocli.models.tiny import Tiny, make_model, make_tokenizer
 
 
@@ -62,13 +62,6 @@ def test_a_teacher_without_logits_for_a_token_is_refused(tmp_path: Path) -> None
     kl = built("algorithm=opd", f"algorithm.kl.model={path}").kl
     with pytest.raises(ConfigError, match="vocab_size is 100, and the policy's tokenizer has the token"):
         check_tokenizers(teachers_of(kl, Tiny()), make_tokenizer())
-
-
-def test_differences_of_vocabularies() -> None:
-    ours = {"a": 0, "b": 1}
-    assert difference(ours, dict(ours)) == ""
-    for theirs, token in ((ours | {"c": 2}, "token 2 is 'c'"), ({"a": 0}, "token 1 is 'b'"), ({"x": 0} | ours, "'x'")):
-        assert token in difference(ours, theirs)
 
 
 @pytest.mark.parametrize("path", ["missing/folder/x", "."])

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from parity.peer_cases import ADVANTAGES, DIFFERENCES, GRPO, LOSSES, AdvantageCase, PeerCase
+from parity.peer_cases import ADVANTAGES, DIFFERENCES, LOSSES, PeerCase, overrides
 
 from grpocli.files import write_atomic
 from grpocli_tools.explain.render import table
@@ -43,8 +43,8 @@ NOTES = {
 
 def document() -> str:
     """The whole page."""
-    losses = [(c.peer, _code(_pairs(c)), _code(_ours(c.overrides)), _note(c)) for c in LOSSES]
-    scores = [(c.peer, _code(_pairs(c)), _code(_ours(c.overrides)), "single" * c.single) for c in ADVANTAGES]
+    losses = [(c.peer, _code(_pairs(c)), _code(_ours(c)), _note(c)) for c in LOSSES]
+    scores = [(c.peer, _code(_pairs(c)), _code(_ours(c)), "single" * c.single) for c in ADVANTAGES]
     columns = ("trainer", "settings", "grpocli", "note")
     differences = [(d.peer, d.name, d.theirs, d.ours, d.key) for d in DIFFERENCES.values()]
     pieces = [
@@ -60,7 +60,7 @@ def document() -> str:
     return "\n".join(pieces)
 
 
-def _pairs(case: PeerCase | AdvantageCase) -> list[str]:
+def _pairs(case: PeerCase) -> list[str]:
     return [f"{name}={value}" for name, value in _flat(case.settings)]
 
 
@@ -69,8 +69,8 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
         yield from _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
 
 
-def _ours(overrides: tuple[str, ...]) -> list[str]:
-    return [override for override in overrides if override not in GRPO]
+def _ours(case: PeerCase) -> list[str]:
+    return [override for override in overrides(case.ours) if override not in overrides("GRPO")]
 
 
 def _code(words: Sequence[str]) -> str:

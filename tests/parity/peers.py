@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity.peer_cases import PeerCase
+from parity.peer_cases import PeerCase, overrides
 from parity.peer_sides import SIDES, Rows, Side, mask_of
 from parity.table import Table
 from parity.trl_side import random_batch
@@ -76,9 +76,9 @@ def gradient(loss: Tensor, rows: Rows) -> Tensor:
 
 
 @cache
-def built(*overrides: str, guard: str = "") -> Algorithm:
-    """With a peer's guard against a division by 0."""
-    algorithm = build_algorithm(*overrides)
+def built(words: str, guard: str = "") -> Algorithm:
+    """The algorithm of `overrides(words)`, with a peer's guard against a division by 0."""
+    algorithm = build_algorithm(*overrides(words))
     return replace(algorithm, aggregate=Guarded(algorithm.aggregate, guard)) if guard else algorithm
 
 
@@ -110,7 +110,7 @@ def compare(table: Table, case: PeerCase, rows: Rows) -> None:
     dtype = torch.float32 if case.single else torch.float64
     theirs = side(case.peer).loss(rows, **case.settings)
     advantages = rows.advantages * 0 if case.distilled else rows.advantages
-    mine = ours(built(*case.overrides, guard=case.guard), rows, advantages=advantages)
+    mine = ours(built(case.ours, case.guard), rows, advantages=advantages)
     if case.value:
         table.compare(str(case), "value", mine, theirs, dtype, case.limit)
     slope = gradient(mine, rows)

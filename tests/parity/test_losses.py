@@ -7,25 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity.cases import (
-    CORRECTED,
-    DAPO,
-    GROUP,
-    HIGH,
-    KL,
-    KL_WEIGHTED,
-    LENGTH,
-    MASKED,
-    OUR_KL,
-    OUR_KL_WEIGHTED,
-    RAGGED,
-    REWARDS,
-    SPLIT,
-    WHOLE,
-    Case,
-    case,
-    our_loss,
-)
+from parity import cases as trl
+from parity.cases import Case, case, our_loss
 from parity.table import Table
 from parity.trl_side import Peer
 from torch import Tensor
@@ -37,7 +20,7 @@ SEEDS = range(5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("case", WHOLE + CORRECTED + SPLIT + MASKED, ids=str)
+@pytest.mark.parametrize("case", trl.WHOLE + trl.CORRECTED + trl.SPLIT + trl.MASKED, ids=str)
 def test_loss_and_gradient_are_trls(case: Case, dtype: torch.dtype, table: Table, folder: Path) -> None:
     peer = case.peer(folder)
     algorithm = build_algorithm(*case.overrides)
@@ -49,7 +32,7 @@ def test_loss_and_gradient_are_trls(case: Case, dtype: torch.dtype, table: Table
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_on_policy_loss_and_gradient_are_trls(dtype: torch.dtype, table: Table, folder: Path) -> None:
     """In the first update after a rollout both use logp.detach() as old log-probs."""
-    on_policy = case("dapo, on policy, KL x ratio", "dapo", KL_WEIGHTED, DAPO + OUR_KL_WEIGHTED)
+    on_policy = case("dapo, on policy, KL x ratio", "dapo", trl.KL_WEIGHTED, trl.DAPO + trl.OUR_KL_WEIGHTED)
     peer = on_policy.peer(folder, num_iterations=1)
     for seed in SEEDS:
         peer.sample(on_policy.batch(dtype, seed))
@@ -62,17 +45,17 @@ def test_a_whole_step_is_trls(table: Table, folder: Path) -> None:
     step = case(
         "from rewards, KL, token_truncate",
         "dapo",
-        HIGH | KL | {"vllm_importance_sampling_mode": "token_truncate"},
+        trl.HIGH | trl.KL | {"vllm_importance_sampling_mode": "token_truncate"},
         (),
         sampler=True,
     )
     peer = step.peer(folder, reward_weights=[1.0, 0.5])
     algorithm = build_algorithm(
-        "algorithm=dapo", *OUR_KL, "algorithm/correction=token_truncate", "algorithm.correction.max=3.0"
+        "algorithm=dapo", *trl.OUR_KL, "algorithm/correction=token_truncate", "algorithm.correction.max=3.0"
     )
-    rewards = {name: torch.tensor([float("nan") if v is None else v for v in vs]) for name, vs in REWARDS.items()}
+    rewards = {name: torch.tensor([float("nan") if v is None else v for v in vs]) for name, vs in trl.REWARDS.items()}
     ours = algorithm.advantages(
-        {name: r.reshape(-1, GROUP) for name, r in rewards.items()}, {"correct": 1.0, "format": 0.5}
+        {name: r.reshape(-1, trl.GROUP) for name, r in rewards.items()}, {"correct": 1.0, "format": 0.5}
     )
     for seed in SEEDS:
         peer.sample(step.batch(torch.float32, seed))
@@ -82,9 +65,9 @@ def test_a_whole_step_is_trls(table: Table, folder: Path) -> None:
 def test_no_two_cases_are_the_same_definition() -> None:
     """Otherwise a comparison could pass without reaching the bound that it tests."""
     advantages = torch.tensor([-1.1, 0.6, 0.3, 0.6, -0.7, 0.2, -0.7, 1.4], dtype=torch.float64)
-    mask = (torch.arange(LENGTH) < torch.tensor(RAGGED).unsqueeze(1)).long()
+    mask = (torch.arange(trl.LENGTH) < torch.tensor(trl.RAGGED).unsqueeze(1)).long()
     values = {}
-    for one in WHOLE + [c for c in CORRECTED if c.lengths == RAGGED]:
+    for one in trl.WHOLE + [c for c in trl.CORRECTED if c.lengths == trl.RAGGED]:
         batch = one.batch(torch.float64, 0)
         values[one.name] = our_loss(build_algorithm(*one.overrides), batch, batch.logp, batch.entropy, advantages, mask)
     for (one, first), (other, second) in combinations(values.items(), 2):

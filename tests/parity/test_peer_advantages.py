@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parity.peer_cases import ADVANTAGES, AdvantageCase
+from parity.peer_cases import ADVANTAGES, PeerCase
 from parity.peer_sides import mask_of
 from parity.peers import GROUP, SEEDS, built, side
 from parity.table import Table
@@ -13,8 +13,8 @@ GROUPS = 6
 
 
 @pytest.mark.parametrize("case", ADVANTAGES, ids=str)
-def test_advantages_are_the_peers(case: AdvantageCase, peer_table: Table) -> None:
-    algorithm = built("algorithm=grpo", *case.overrides)
+def test_advantages_are_the_peers(case: PeerCase, peer_table: Table) -> None:
+    algorithm = built(f"algorithm=grpo {case.ours}")
     dtype = torch.float32 if case.single else torch.float64
     for seed in SEEDS:
         generator = torch.Generator().manual_seed(seed)

@@ -11,25 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from parity.peer_cases import (
-    CISPO,
-    CISPO_LOW,
-    DIFFERENCES,
-    DISTILLED,
-    DPPO,
-    GEOMETRIC,
-    GRPO,
-    ON_POLICY,
-    PLAIN,
-    SAMPLER,
-    SAPO,
-    SEQUENCE,
-    STD,
-    TOKENS,
-    correction,
-    importance,
-    kl,
-)
+from parity.peer_cases import DIFFERENCES
 from parity.peer_sides import Rows
 from parity.peers import LENGTHS, built, gradient, ours, random_rows, side
 from parity.table import Table
@@ -63,27 +45,27 @@ def test_the_difference_is_the_one_of_the_definition(name: str, peer_table: Tabl
 @proves("verl, NeMo RL: means over tokens")
 def _(rows: Rows) -> Three:
     theirs = side("verl").loss(rows, loss_agg_mode="seq-mean-token-mean")
-    return ours(built(*GRPO), rows), theirs, ours(built(*GRPO, guard="rows"), rows)
+    return ours(built("GRPO"), rows), theirs, ours(built("GRPO", guard="rows"), rows)
 
 
 @proves("verl: sapo, geo_mean")
 def _(rows: Rows) -> Three:
     theirs = side("verl").loss(rows, loss_mode="sapo", tau_pos=1.5, tau_neg=1.75, loss_agg_mode="token-mean")
-    return ours(built(*TOKENS, *SAPO), rows), theirs, ours(built(*GRPO, *SAPO), rows)
+    return ours(built("TOKENS SAPO"), rows), theirs, ours(built("GRPO SAPO"), rows)
 
 
 @proves("verl, SkyRL: rollout_is=sequence, tis_ratio_type=sequence")
 def _(rows: Rows) -> Three:
     theirs = side("verl").loss(rows, rollout_is="sequence", rollout_is_threshold=1.5)
-    mine = ours(built(*TOKENS, *correction("sequence_truncate", 1.5)), rows)
-    return mine, theirs, ours(built(*TOKENS), rows, advantages=rows.advantages * product(rows).clamp(max=1.5))
+    mine = ours(built("TOKENS algorithm/correction=sequence_truncate correction.max=1.5"), rows)
+    return mine, theirs, ours(built("TOKENS"), rows, advantages=rows.advantages * product(rows).clamp(max=1.5))
 
 
 @proves("NeMo RL: use_importance_sampling_correction with sequence_level_importance_ratios")
 def _(rows: Rows) -> Three:
     theirs = side("NeMo RL").loss(rows, token_level_loss=False, sequence_level_importance_ratios=True, **IS)
-    mine = ours(built(*GRPO, *SEQUENCE, *importance("sequence", math.inf, "none", 0, 1)), rows)
-    return mine, theirs, ours(built(*GRPO, *SEQUENCE), rows, advantages=rows.advantages * product(rows))
+    mine = ours(built("GRPO SEQUENCE IMPORTANCE correction.weigh=sequence correction.max=inf"), rows)
+    return mine, theirs, ours(built("GRPO SEQUENCE"), rows, advantages=rows.advantages * product(rows))
 
 
 @proves("verl: rollout_rs, bounds of k1")
@@ -94,14 +76,14 @@ def _(rows: Rows) -> Three:
         rollout_rs_threshold="0.9_1.5",
         global_batch_info={"batch_num_tokens": int(rows.mask.sum())},
     )
-    same = ours(built(*TOKENS, *importance("none", 1, "sequence", 0.9, 1.5)), rows)
-    return same, theirs, ours(built(*TOKENS, *importance("none", 1, "sequence", 1 / 1.5, 1 / 0.9)), rows)
+    same = ours(built(dropped("sequence", 0.9, 1.5)), rows)
+    return same, theirs, ours(built(dropped("sequence", 1 / 1.5, 1 / 0.9)), rows)
 
 
 @proves("verl: rollout_rs, denominators")
 def _(rows: Rows) -> Three:
     theirs = side("verl").loss(rows, rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0")
-    mine = ours(built(*TOKENS, *importance("none", 1, "token", 0.5, 2.0)), rows)
+    mine = ours(built(dropped("token", 0.5, 2.0)), rows)
     kept_BT = rows.mask * ((rows.old - rows.sampler).abs() <= math.log(2.0))
     return mine, theirs, mine * rows.mask.sum() / kept_BT.sum()
 
@@ -111,9 +93,9 @@ def _(rows: Rows) -> Three:
     theirs = side("verl").loss(
         rows, loss_mode="gspo", loss_agg_mode="seq-mean-token-mean", rollout_is="token", rollout_is_threshold=1.3
     )
-    mine = ours(built(*GRPO, *SEQUENCE, *correction("token_truncate", 1.3)), rows)
+    mine = ours(built("GRPO SEQUENCE TRUNCATE correction.max=1.3"), rows)
     weight_BT = (rows.old - rows.sampler).exp().clamp(max=1.3)
-    without = gradient(ours(built(*GRPO, *SEQUENCE), rows), rows)
+    without = gradient(ours(built("GRPO SEQUENCE"), rows), rows)
     return gradient(mine, rows), gradient(theirs, rows), without * weight_BT
 
 
@@ -122,16 +104,16 @@ def _(rows: Rows) -> Three:
     theirs = side("verl").loss(
         rows, loss_mode="geo_mean", clip_ratio_high=0.28, rollout_is="token", rollout_is_threshold=1.3
     )
-    mine = ours(built(*GRPO, *GEOMETRIC, *correction("token_truncate", 1.3)), rows)
+    mine = ours(built("GRPO GEOMETRIC TRUNCATE correction.max=1.3"), rows)
     log_weight_BT = (rows.old - rows.sampler).clamp(max=math.log(1.3)) * rows.mask
     weight_B = (log_weight_BT.sum(1) / rows.mask.sum(1)).exp()
-    return mine, theirs, ours(built(*GRPO, *GEOMETRIC), rows, advantages=rows.advantages * weight_B)
+    return mine, theirs, ours(built("GRPO GEOMETRIC"), rows, advantages=rows.advantages * weight_B)
 
 
 @proves("verl: dppo_tv, dppo_kl")
 def _(rows: Rows) -> Three:
     theirs = side("verl").loss(rows, loss_mode="dppo_tv", clip_ratio_low=0.1, clip_ratio_high=0.05, clip_ratio_c=1.05)
-    mine = gradient(ours(built(*TOKENS, *DPPO), rows), rows)
+    mine = gradient(ours(built("TOKENS DPPO"), rows), rows)
     ratio_BT = (rows.logp - rows.old).exp().detach()
     return mine, gradient(theirs, rows), mine * ratio_BT.clamp(max=1.05) / ratio_BT
 
@@ -139,23 +121,23 @@ def _(rows: Rows) -> Three:
 @proves("verl, NeMo RL, slime: cispo")
 def _(rows: Rows) -> Three:
     theirs = side("verl").loss(rows, loss_mode="cispo", clip_ratio_high=0.28)
-    return ours(built(*TOKENS, *CISPO), rows), theirs, ours(built(*TOKENS, *CISPO_LOW), rows)
+    return ours(built("TOKENS CISPO"), rows), theirs, ours(built("TOKENS CISPO_LOW"), rows)
 
 
 @proves("NeMo RL: reference_policy_kl_penalty")
 def _(rows: Rows) -> Three:
     theirs = side("NeMo RL").loss(rows, reference_policy_kl_penalty=0.04)
-    mine = gradient(ours(built(*TOKENS, *kl("k3")), rows), rows)
+    mine = gradient(ours(built("TOKENS K3"), rows), rows)
     penalty = kl_gradient(rows, rows.logp.detach())
-    return mine, gradient(theirs, rows), gradient(ours(built(*TOKENS), rows), rows) + penalty
+    return mine, gradient(theirs, rows), gradient(ours(built("TOKENS"), rows), rows) + penalty
 
 
 @proves("NeMo RL: use_on_policy_kl_approximation")
 def _(rows: Rows) -> Three:
     theirs = side("NeMo RL").loss(rows, reference_policy_kl_penalty=0.04, use_on_policy_kl_approximation=True)
-    mine = gradient(ours(built(*TOKENS, *kl("k3"), *ON_POLICY), rows), rows)
+    mine = gradient(ours(built("TOKENS K3 ON_POLICY"), rows), rows)
     penalty = kl_gradient(rows, rows.sampler)
-    return mine, gradient(theirs, rows), gradient(ours(built(*TOKENS), rows), rows) + penalty
+    return mine, gradient(theirs, rows), gradient(ours(built("TOKENS"), rows), rows) + penalty
 
 
 @proves("NeMo RL: adv_estimator=opd with icepop")
@@ -170,25 +152,25 @@ def _(rows: Rows) -> Three:
         **IS,
         **settings,
     )
-    corrected = correction("token_mask", 1.3, 0.7)
-    mine = ours(built(*TOKENS, *DISTILLED, *corrected), rows, advantages=rows.advantages * 0)
-    per_token = ours(built(*TOKENS, *PLAIN, *corrected), rows, advantages=rows.ref - rows.old)
+    corrected = "MASK correction.max=1.3 correction.min=0.7"
+    mine = ours(built(f"TOKENS DISTILLED {corrected}"), rows, advantages=rows.advantages * 0)
+    per_token = ours(built(f"TOKENS PLAIN {corrected}"), rows, advantages=rows.ref - rows.old)
     return gradient(mine, rows), gradient(theirs, rows), gradient(per_token, rows)
 
 
 @proves("slime: use_opd")
 def _(rows: Rows) -> Three:
     theirs = side("slime").loss(rows, use_opd=True, opd_kl_coef=0.5)
-    mine = ours(built(*GRPO, "algorithm/kl=reverse", "algorithm.kl.beta=0.5"), rows)
+    mine = ours(built("GRPO algorithm/kl=reverse kl.beta=0.5"), rows)
     advantages_BT = rows.advantages.unsqueeze(1) - 0.5 * (rows.old - rows.ref)
-    return mine, theirs, ours(built(*GRPO), rows, advantages=advantages_BT)
+    return mine, theirs, ours(built("GRPO"), rows, advantages=advantages_BT)
 
 
 @proves("prime-rl: ref_kl (opd)")
 def _(rows: Rows) -> Three:
     theirs = side("prime-rl").loss(rows, loss="ref_kl")
-    drift = ("algorithm/objective=dppo", "algorithm.objective.drift=0.001")
-    mine = ours(built(*TOKENS, *DISTILLED, *SAMPLER, *drift), rows, advantages=rows.advantages * 0)
+    drift = "algorithm/objective=dppo objective.drift=0.001"
+    mine = ours(built(f"TOKENS DISTILLED SAMPLER {drift}"), rows, advantages=rows.advantages * 0)
     fallen_BT = rows.mask * (rows.logp.exp() - rows.sampler.exp() < -0.2)
     lost_BT = (rows.logp - rows.sampler).exp() * (rows.logp - rows.ref).detach() * fallen_BT
     return mine, theirs, mine - lost_BT.sum() / rows.mask.sum()
@@ -200,7 +182,7 @@ def _(rows: Rows) -> Three:
     theirs = side("slime").loss(rows, use_kl_loss=True, kl_loss_type="k3")
     x_BT = rows.ref - rows.logp
     over_BT = (x_BT.exp() - x_BT - 11).clamp(min=0) * rows.mask
-    mine = ours(built(*GRPO, *kl("k3")), rows)
+    mine = ours(built("GRPO K3"), rows)
     return mine, theirs, mine + 0.04 * (over_BT.sum(1) / rows.mask.sum(1)).mean()
 
 
@@ -208,8 +190,8 @@ def _(rows: Rows) -> Three:
 def _(rows: Rows) -> Three:
     scores_PG = some_scores()
     theirs = side("NeMo RL").advantages(scores_PG, torch.ones(scores_PG.shape))[:, :, 0]
-    others = ("algorithm/advantage=leave_one_out", "algorithm.advantage.scale=others")
-    mine, scaled = (built("algorithm=grpo", *o).advantages({"score": scores_PG}) for o in (STD, others))
+    others = "OTHERS advantage.scale=others"
+    mine, scaled = (built(f"algorithm=grpo {words}").advantages({"score": scores_PG}) for words in ("STD", others))
     return mine, theirs, scaled
 
 
@@ -217,8 +199,7 @@ def _(rows: Rows) -> Three:
 def _(rows: Rows) -> Three:
     scores_PG, lengths_PG = some_scores(), torch.tensor([LENGTHS[:4], LENGTHS[4:]])
     theirs = side("verl").advantages(scores_PG, lengths_PG, adv_estimator="reinforce_plus_plus_baseline")[:, :, 0]
-    pp = ("algorithm/advantage=reinforce_pp", "algorithm.advantage.over=tokens", "algorithm.advantage.eps=0")
-    mine = built("algorithm=grpo", *pp).advantages({"score": scores_PG}, lengths=lengths_PG)
+    mine = built("algorithm=grpo PP").advantages({"score": scores_PG}, lengths=lengths_PG)
     n = lengths_PG.sum()
     return mine, theirs, mine * ((n - 1) / n).sqrt()
 
@@ -227,16 +208,23 @@ def _(rows: Rows) -> Three:
 def _(rows: Rows) -> Three:
     scores_PG = torch.tensor([[0.5], [1.0]], dtype=torch.float64)
     theirs = side("verl").advantages(scores_PG, torch.ones(2, 1), adv_estimator="grpo", epsilon=0.0)[:, :, 0]
-    return built("algorithm=grpo", *STD).advantages({"score": scores_PG}), theirs, scores_PG
+    return built("algorithm=grpo STD").advantages({"score": scores_PG}), theirs, scores_PG
 
 
 @proves("SkyRL: maxrl")
 def _(rows: Rows) -> Three:
     scores_PG = some_scores()
     theirs = side("SkyRL").advantages(scores_PG, torch.ones(scores_PG.shape), advantage_estimator="maxrl")[:, :, 0]
-    mine = built("algorithm=grpo", "algorithm/advantage=max_rl").advantages({"score": scores_PG})
+    mine = built("algorithm=grpo algorithm/advantage=max_rl").advantages({"score": scores_PG})
     mean_P1 = scores_PG.mean(1, keepdim=True)
     return mine, theirs, mine * mean_P1 / (mean_P1 + 1e-6)
+
+
+def dropped(level: str, low: float, high: float) -> str:
+    """A token mean with a filter by the ratio of a token or of a sequence, without a weight."""
+    return (
+        f"TOKENS IMPORTANCE correction.weigh=none correction.drop={level} correction.low={low} correction.high={high}"
+    )
 
 
 def product(rows: Rows) -> Tensor:
@@ -248,8 +236,8 @@ def product(rows: Rows) -> Tensor:
 def kl_gradient(rows: Rows, old_BT: Tensor) -> Tensor:
     """The gradient of k3 that is weighted by π / `old`."""
     weighted, without = (
-        gradient(ours(built(*TOKENS, *penalty), rows, old_logp=old_BT), rows)
-        for penalty in ((*kl("k3"), *ON_POLICY), ("algorithm/kl=none",))
+        gradient(ours(built(f"TOKENS {penalty}"), rows, old_logp=old_BT), rows)
+        for penalty in ("K3 ON_POLICY", "algorithm/kl=none")
     )
     return weighted - without
 

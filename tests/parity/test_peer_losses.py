@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from parity.peer_cases import LOSSES, PeerCase
+from parity.peer_cases import LOSSES, PeerCase, overrides
 from parity.peers import SEEDS, built, compare, ours, random_rows
 from parity.table import Table
 
@@ -21,8 +21,8 @@ def test_no_two_of_our_definitions_are_the_same() -> None:
     """Otherwise a comparison could pass without reaching the bound that it tests."""
     several = [random_rows(seed) for seed in SEEDS]
     values = {
-        overrides: torch.stack([ours(built(*overrides), rows) for rows in several])
-        for overrides in {case.overrides for case in LOSSES}
+        words: torch.stack([ours(built(words), rows) for rows in several])
+        for words in {overrides(case.ours): case.ours for case in LOSSES}.values()
     }
     for (one, first), (other, second) in combinations(values.items(), 2):
         assert (first - second).abs().max() > 1e-4, f"{one} and {other}"
