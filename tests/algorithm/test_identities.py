@@ -82,9 +82,6 @@ def test_a_token_mean_by_micro_batch_depends_on_the_split() -> None:
     assert sum(apart).item() == pytest.approx((1 - 0.5) / 2)
 
 
-# DGPO.
-
-
 @given(window=windows(), split=splits())
 @few
 def test_mathforges_two_factors_are_a_mean_over_informative_tokens(window: Window, split: tuple[int, int, int]) -> None:
@@ -121,9 +118,6 @@ def test_mathforges_two_factors_are_a_mean_over_informative_tokens(window: Windo
     ours = run(algorithm, window, advantages, deal(len(lengths), split), torch.float64)
     torch.testing.assert_close(ours.loss, loss.detach(), rtol=1e-10, atol=1e-13)
     torch.testing.assert_close(ours.gradient[: len(lengths)], gradient, rtol=1e-10, atol=1e-13)
-
-
-# DAPO and GRPO.
 
 
 @pytest.mark.slow

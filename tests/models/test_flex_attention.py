@@ -91,25 +91,18 @@ def test_tiles_are_those_that_torch_finds_by_evaluating_every_pair(prompts: Prom
 
 
 @every_layout
-def test_outputs_and_gradients_are_those_of_sdpa(prompts: Prompts) -> None:
-    given = states(prompts)
-    found, expected = (
-        with_gradients(layout.build(prompts, CPU, on_cpu=True).attend(*given, HOW), given)
-        for layout in (TiledMask, Segments)
-    )
-    assert_close(found, expected)
-
-
-@every_layout
-def test_torchs_operator_gives_them_too(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its unfused form, which reads the function of pairs and not the tiles."""
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_outputs_and_gradients_are_those_of_sdpa(
+    on_cpu: bool, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the dense form, and in the unfused form of torch's operator, which reads the function of pairs."""
     monkeypatch.setattr(torchs, "_validate_device", lambda *_: None)  # a CPU's kernel has no backward; this form has
     monkeypatch.setattr(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(flex, "_kernel", lambda: torchs.flex_attention)
     given = states(prompts)
     found, expected = (
         with_gradients(layout.attend(*given, HOW), given)
-        for layout in (TiledMask.build(prompts, CPU, on_cpu=False), Segments.build(prompts, CPU, on_cpu=True))
+        for layout in (TiledMask.build(prompts, CPU, on_cpu), Segments.build(prompts, CPU, on_cpu=True))
     )
     assert_close(found, expected)
 
