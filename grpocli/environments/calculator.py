@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from grpocli.answers.final_answer import final_answer
 from grpocli.environments.environment import Step
 from grpocli.rewards.text_match import last_number
 from grpocli.types import Message
@@ -49,6 +48,8 @@ class Calculator:
         return {"answer": answer}
 
     def step(self, messages: list[Message], metadata: dict[str, Any]) -> Step:
+        from grpocli.answers.final_answer import final_answer  # slow: its patterns are compiled
+
         text = messages[-1]["content"]
         calls = CALL.findall(text)
         if calls:

@@ -21,7 +21,7 @@ from grpocli.environments.calculator import value_of
 from grpocli.environments.environment import TOOL_SCHEMAS, TOOLS, TOOLS_KEY, WORKER, EnvironmentConfig
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Failure
-from grpocli.rewards.worker_pool import WorkerPool, withheld
+from grpocli.rewards.worker_pool import WorkerPool
 from grpocli.text import one_line, shorten
 from grpocli.types import Message
 
@@ -94,7 +94,7 @@ def call_in_worker(
     with closing(WorkerPool(function, 1, seconds, variables)) as pool:
         (found,) = pool.map([list(arguments)])
     if isinstance(found, Failure):
-        raise ConfigError(one_line(found.reason), key=key, value=value, hint=withheld(found.reason, variables))
+        raise ConfigError(one_line(found.reason), key=key, value=value)
     result: list[Any] = found
     return result
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import math
 import re
-import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import lru_cache
+from subprocess import SubprocessError
 from typing import TYPE_CHECKING, Any
 
-from grpocli.answers.final_answer import END_TAG, TAG, after_thinking
 from grpocli.config.parts import UserCode, part, require
-from grpocli.errors import ConfigError
+from grpocli.errors import config_errors
 from grpocli.rewards.code_text import BLOCK, function_name, problem_tests, program, symbols
 from grpocli.rewards.reward import Correctness, Failure, Sample, Score
 from grpocli.rewards.worker_pool import WorkerPool, shared_pool
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
     from grpocli.sandbox.sandbox import Limits, Submission
 
 KEY = "reward.code"
-WRONG = ("0.7316854019", "None", "0")
-"""What functions return so that a test fails for one of them: true, without a meaning, and false as a number."""
 ROOT = re.compile(r"\W")
 """What ends the name in `Solution().method`, which tests take from the program."""
 
@@ -33,10 +29,9 @@ ROOT = re.compile(r"\W")
 class CodeReward(Correctness):
     """`right` (1) if the program in a completion passes all of the example's tests, else `wrong` (0).
 
-    The program is the last fenced block of Python that defines a name of the tests, after what it uses of the other
-    blocks or, without a block, the first lines that are Python. It runs in a sandbox (docs/rewards.md) and its tests
-    run in another; results reach the tests as plain values. A program that could not be run, or whose tests cannot
-    fail, is a failure, not a 0.
+    The program is the last fenced block of Python that defines a name of the tests or, without a block, the first lines
+    that are Python. It runs in a sandbox (docs/rewards.md) and its tests run in another; results reach the tests as
+    plain values. A program that could not be run, or whose tests pass without it, is a failure, not a 0.
 
     Further columns that an example may have: `before`, code before the program; `setup`, code before the tests;
     `answer`, a right program, whose other names tests may use; `entry_point`, the name of the function to write.
@@ -47,8 +42,7 @@ class CodeReward(Correctness):
     answer_column: str = "tests"
     """Column with the tests: Python code, objects with `input` and `output`, or a list, also as JSON text."""
     partial: bool = False
-    """Score the share of the tests that pass, between `wrong` and `right`. Tests after one that hangs or ends the
-    program run with a new program."""
+    """Score the share of the tests that pass, between `wrong` and `right`."""
     timeout: float = 5.0
     """Seconds for a program and its tests: of wall-clock time without the wait for a core, and of processor time for
     all processes together. Each input of a script has as many, and all inputs together ten times as many."""
@@ -114,7 +108,7 @@ class CodeReward(Correctness):
         backend = self._backend()
         results: list[Any] = [_submission(sample, self.answer_column) for sample in samples]
         valid = [i for i, submission in enumerate(results) if not isinstance(submission, Failure)]
-        items = [[results[i], self._limits, backend, self.python, self.partial] for i in valid]
+        items = [[results[i], self._limits, backend, self.python] for i in valid]
         for i, result in zip(valid, self._pool().map(items), strict=True):
             results[i] = result
         return results
@@ -132,7 +126,7 @@ class CodeReward(Correctness):
         from grpocli.sandbox.sandbox import MAX_SLOWDOWN, MOST_TIMEOUTS
 
         # the sandbox enforces the time limit, also without a program; the pool's timeout is for a sandbox that hangs
-        longest = (1 + len(WRONG)) * self.timeout * MAX_SLOWDOWN * (MOST_TIMEOUTS + 2 * self.partial)
+        longest = 2 * self.timeout * MAX_SLOWDOWN * MOST_TIMEOUTS
         return shared_pool("grpocli.rewards.code:run_submission", self.workers, longest + 30)
 
 
@@ -144,17 +138,11 @@ def working_backend(python: str | None, limits: Limits, unsafe: bool) -> str:
 
     if unsafe:
         return "none"
-    try:
+    starts = config_errors(OSError, SubprocessError, says="does not start: {}", key=f"{KEY}.python", value=python)
+    says, hint = "no sandbox for programs works on this machine ({})", "install bubblewrap or allow user namespaces"
+    hint += f", or accept the risk with {KEY}.unsafe=true"
+    with starts, config_errors(SandboxError, says=says, why=str, key="reward", value="[code]", hint=hint):
         return select_backend(python, limits)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"does not start: {error}", key=f"{KEY}.python", value=python) from error
-    except SandboxError as error:
-        raise ConfigError(
-            f"no sandbox for programs works on this machine ({error})",
-            key="reward",
-            value="[code]",
-            hint=f"install bubblewrap or allow user namespaces, or accept the risk with {KEY}.unsafe=true",
-        ) from error
 
 
 def _submission(sample: Sample, column: str) -> dict[str, Any] | Failure:
@@ -170,6 +158,8 @@ def _submission(sample: Sample, column: str) -> dict[str, Any] | Failure:
 
 def _answer(text: str) -> str:
     """The part of a completion with the program: the last <answer>, unless only the rest has a code block."""
+    from grpocli.answers.final_answer import END_TAG, TAG, after_thinking  # slow: its patterns are compiled
+
     rest = after_thinking(text)
     if not TAG.search(rest):
         return rest
@@ -178,44 +168,31 @@ def _answer(text: str) -> str:
 
 
 def run_submission(
-    submission: dict[str, Any], limits: dict[str, Any], backend: str, python: str | None, all_tests: bool
+    submission: dict[str, Any], limits: dict[str, Any], backend: str, python: str | None
 ) -> dict[str, Any]:
-    """A `SubmissionResult` as a dict, of the tests that can fail. Runs in a worker process.
+    """A `SubmissionResult` as a dict. Runs in a worker process.
 
     Raises SandboxError if the program could not be run, ValueError for tests that are none.
     """
     from grpocli.sandbox.backends import backend_named
     from grpocli.sandbox.sandbox import Limits, Submission, run
 
-    tests = problem_tests(submission["tests"])
+    tests, before = problem_tests(submission["tests"]), submission.get("before", "")
     setup = "\n".join([*tests.imports, submission.get("setup", "")])
-    submission |= {"tests": tuple(tests.cases), "setup": setup}
-    submission["entry_point"] = ROOT.split(submission.get("entry_point", ""))[0]
-    if "Solution" in tests.names and "class Solution" in submission.get("reference", ""):
-        submission["entry_point"] = "Solution"  # the name of a method alone is none of the module's
-    names = tests.names - symbols(setup)[0]
-    if (block := program(submission["text"], (names | {submission["entry_point"]}) - {""})) is not None:
-        submission |= {"text": "\n" + block, "whole": True}
-    given = Submission(**submission)
-    result = run(given, Limits(**limits), backend_named(backend, python), all_tests)
-    if all(result.passed) or (all_tests and any(result.passed)):
-        can_fail = [False] * len(result.passed)
-        for value in WRONG:
-            wrong = "\n".join(f"def {name}(*_, **__): return {value}" for name in sorted(names - {*dir(builtins)}))
-            failed = _failed(replace(given, text=wrong, whole=True), Limits(**limits), backend, python)
-            can_fail = [one or other for one, other in zip(can_fail, failed, strict=True)]
-            if all(can_fail):
-                break
-        if not any(can_fail):
-            raise ValueError("its tests cannot fail: functions that return another value pass them")
-        result = replace(result, passed=[one for one, counts in zip(result.passed, can_fail, strict=True) if counts])
-    return asdict(result)
+    reference, entry_point = submission.get("reference", ""), ROOT.split(submission.get("entry_point", ""))[0]
+    if "Solution" in tests.names and "class Solution" in reference:
+        entry_point = "Solution"  # the name of a method alone is none of the module's
+    code = program(submission["text"], (tests.names - symbols(setup)[0] | {entry_point}) - {""}, before)
+    known = (before + reference, entry_point) if reference else ()
+    if _pass_alone(Submission("", tuple(tests.cases), setup, *known), Limits(**limits), backend, python):
+        raise ValueError("its tests cannot fail: they pass without a program")
+    return asdict(run(Submission(code, tests.cases, setup, *known), Limits(**limits), backend_named(backend, python)))
 
 
 @lru_cache(maxsize=64)
-def _failed(submission: Submission, limits: Limits, backend: str, python: str | None) -> tuple[bool, ...]:
-    """Whether each test fails; one that a wrong program passes tests nothing."""
+def _pass_alone(submission: Submission, limits: Limits, backend: str, python: str | None) -> bool:
+    """Whether the tests pass without a program, and so test nothing."""
     from grpocli.sandbox.backends import backend_named
     from grpocli.sandbox.sandbox import run
 
-    return tuple(not one for one in run(submission, limits, backend_named(backend, python)).passed)
+    return all(run(submission, limits, backend_named(backend, python)).passed)

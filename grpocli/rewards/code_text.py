@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import builtins
 import json
 import re
 import symtable
-import textwrap
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -22,12 +20,6 @@ BLOCK = re.compile(
     r"(?P<code>.*?)(?:(?:^[ \t>]*|(?<=[^\s`])(?=`+[ \t\r]*$))(?P=fence)[`~]*(?P<closed>(?![\w`~]))|\Z)",
     re.MULTILINE | re.DOTALL,
 )
-MARK = re.compile(
-    r"^[ \t]*(?:(?P<begin>\[(?:PYTHON|BEGIN)\]|\\begin\{(?:code|python|lstlisting|minted|verbatim)\}[^\n]*"
-    r"|(?:<pre>)?<(?:code|python)\b[^>\n]*>)|\[(?:/PYTHON|DONE)\]|\\end\{\w+\}|</(?:code|python)>(?:</pre>)?)",
-    re.MULTILINE,
-)
-"""What prompts of MBPP and DS-1000, and pages of LaTeX and HTML, put around a program instead of a fence."""
 PYTHON = ("python", "python3", "py", "py3")
 READS = re.compile(r"\binput\(|\bstdin\b|\bopen\(0")
 """What a script does that has an input."""
@@ -58,46 +50,15 @@ import unittest
 _ran = unittest.defaultTestLoader.loadTestsFromTestCase({case}).run(unittest.TestResult())
 assert _ran.wasSuccessful(), (_ran.failures + _ran.errors)[0][1].strip().split("\\n")[-1]
 """
-DOCTEST = """\
-import doctest, io
-_test, _printed = doctest.DocTestParser().get_doctest({text!r}, globals(), "tests", None, 0), io.StringIO()
-assert not doctest.DocTestRunner().run(_test, out=_printed.write, clear_globs=False).failed, _printed.getvalue()
-"""
 
 
-def blocks(text: str) -> list[tuple[str, str]]:
-    """The language and the code of each block that has code, without its indent.
+def program(text: str, names: set[str], before: str) -> str:
+    """The code before the program and the program in a completion.
 
-    A block that is not closed counts if it is the only one.
+    It is the last block of Python that defines one of the names, else the last of Python, of no language, of any.
+    Without names it is a script, and the last that reads its input is taken. Without a block, it is the first lines
+    that are Python.
     """
-    text = MARK.sub(lambda mark: "```python\n" if mark["begin"] else "```\n", text) if not BLOCK.search(text) else text
-    found = [one for one in BLOCK.finditer(text) if one["code"].strip()]
-    if len(found) > 1 and found[-1]["closed"] is None:
-        found.pop()
-    read: list[tuple[str, str]] = []
-    for one in found:
-        code = _dedent(one["code"], len(one["indent"]))
-        mark = MARK.match(code.lstrip())
-        read += blocks(code) if mark and mark["begin"] else [(one["language"].lower(), code)]
-    return read
-
-
-def _dedent(code: str, most: int) -> str:
-    """The code without its indent, of which a part of a function or of a quote loses only that of the fence."""
-    with suppress(*NOT_PYTHON):
-        dedented = textwrap.dedent(code)
-        compile(dedented, "<program>", "exec", dont_inherit=True)
-        return dedented
-    return re.sub(rf"(?m)^[ \t>]{{,{most}}}", "", code)
-
-
-def program(text: str, names: set[str]) -> str | None:
-    """The last block of Python that defines one of the names, else the last of Python, of no language, of any.
-
-    Without names it is a script, and the last that reads its input is taken. What it uses and does not define comes
-    from the other blocks. None without a block.
-    """
-    found = blocks(text)
 
     def fitness(block: tuple[str, str]) -> int:
         language, code = block
@@ -106,26 +67,42 @@ def program(text: str, names: set[str]) -> str | None:
             return 3
         return 2 if language in PYTHON else 1 if not language else 0
 
-    if not found:
-        return None
-    best = max(reversed(found), key=fitness)
-    others = [code for language, code in found if language in ("", *PYTHON) and code != best[1]]
-    return _definitions(best[1], others) + best[1]
+    if found := blocks(text):
+        return f"{before}\n{max(reversed(found), key=fitness)[1]}"
+    return before + _python_lines(text, before)
 
 
-def _definitions(code: str, others: list[str]) -> str:
-    """The statements of other blocks that define what the code uses and does not define."""
-    defined, needed = symbols(code)
-    defined |= {*dir(builtins)}  # an example may say input = ...
-    taken = ""
-    for other in reversed(others):
-        with suppress(*NOT_PYTHON):
-            for one in map(ast.unparse, reversed(ast.parse(other).body)):
-                own, used = symbols(one)
-                if own & (needed - defined) or " import *" in one:
-                    taken = f"{one}\n{taken}"
-                    needed |= used  # a helper's helper
-    return taken
+def blocks(text: str) -> list[tuple[str, str]]:
+    """The language and the code of each fenced block that has code, without the fence's indent.
+
+    A block that is not closed counts if it is the only one.
+    """
+    found = [one for one in BLOCK.finditer(text) if one["code"].strip()]
+    if len(found) > 1 and found[-1]["closed"] is None:
+        found.pop()
+    return [(one["language"].lower(), _dedent(one["code"], len(one["indent"]))) for one in found]
+
+
+def _dedent(code: str, most: int) -> str:
+    """The code without what all of its lines begin with, in a list or a quote: at most the fence's indent."""
+    widths = [len(line) - len(line.lstrip(" \t>")) for line in code.splitlines() if line.strip(" \t\r>")]
+    return re.sub(rf"(?m)^[ \t>]{{,{min([most, *widths])}}}", "", code)
+
+
+def _python_lines(text: str, before: str) -> str:
+    """The first lines that are Python after the code before them; all of the text if none are."""
+    lines, first = text.split("\n"), before.count("\n") + 1
+    while lines:
+        code = "\n".join(lines)
+        try:
+            compile(before + code, "<program>", "exec", dont_inherit=True)
+        except SyntaxError as error:
+            lines = lines[: max(0, min(len(lines) - 1, (error.lineno or 0) - first))]
+        except NOT_PYTHON:
+            break
+        else:
+            return code if code.strip() else text
+    return text
 
 
 def symbols(code: str) -> tuple[set[str], set[str]]:
@@ -200,10 +177,7 @@ class ProblemTests:
                 self.cases.append((next(texts), next(texts)))
 
     def _add_code(self, code: str) -> None:
-        """Add code, with a call of each test function and class that it only defines.
-
-        A text that is not Python is examples of doctest or has tests in fences. Raises ValueError for any other.
-        """
+        """Add code, also in fences, with a call of each test function and class that it only defines."""
         if "pytest." not in code:
             code = code.replace("import pytest\n", "\n")
         try:
@@ -211,17 +185,9 @@ class ProblemTests:
             of_program = [one for one in ast.walk(tree) if isinstance(one, ast.ImportFrom) and one.module in OF_PROGRAM]
             text = ast.unparse(ast.fix_missing_locations(_Checks().visit(tree)))
         except SyntaxError as error:
-            from doctest import DocTestParser  # slow: it loads pdb and unittest
-
-            examples = DocTestParser().get_examples(code)
-            if fenced := "\n".join(one for _, one in blocks(code)):
-                self.add(fenced)
-            elif any(one.want for one in examples):
-                self.cases.append(DOCTEST.format(text=code))
-                defined, used = symbols("\n".join(one.source for one in examples))
-                self.names |= used - defined
-            else:
+            if not (fenced := "\n".join(one for _, one in blocks(code))):
                 raise ValueError(f"its tests are not Python ({error.msg}): {code.strip()[:60]!r}") from error
+            self.add(fenced)
             return
         defined, used = symbols(text)
         self.names |= used
@@ -268,11 +234,6 @@ class _Checks(ast.NodeTransformer):
     def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
         names = [f"{one.asname} = {one.name}" for one in node.names if one.asname]
         return ast.parse("\n".join(names) or "pass").body if node.module in OF_PROGRAM else node
-
-    def visit_Import(self, node: ast.Import) -> Any:
-        (name, own), *others = ((one.name, one.asname or one.name) for one in node.names)
-        is_program = name in OF_PROGRAM and not others
-        return ast.parse(f"{own} = type('', (), globals())").body if is_program else node
 
 
 @lru_cache(maxsize=64)

@@ -11,12 +11,12 @@ import os
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import MISSING
 
 from grpocli.config.parts import ByColumn, Escaped, check_regex, nearest, part, require, template_fields
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, config_errors
 from grpocli.http import BUSY, answered, fetch, is_server_url, request
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score, Unreachable
 from grpocli.text import mask
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     import httpx
 
 logger = logging.getLogger(__name__)
-
-Messages = list[dict[str, str]]
 
 CONNECT_TIMEOUT = 10.0
 """Seconds to connect to the endpoint."""
@@ -112,71 +110,17 @@ class Judge(BaseReward):
             if name not in given:
                 problem = f"uses {{{name}}}, but the task has no such column{nearest(name, given)}"
                 raise ConfigError(problem, key="reward.judge.prompt", value=repr(self.prompt[:60]))
-        if reason := self._client.unreachable():
-            raise ConfigError(f"cannot be reached: {reason}", key="reward.judge.base_url", value=self.base_url)
+        with config_errors(Exception, says="cannot be reached: {}", key="reward.judge.base_url", value=self.base_url):
+            fetch(f"{self.base_url.rstrip('/')}/models", CONNECT_TIMEOUT, self._headers)
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        found = self._client.answers([self._question(sample) for sample in samples])
-        return [one if isinstance(one, Failure) else self.parse_score(one) for one in found]
-
-    def close(self) -> None:
-        self._client.close()
-
-    @cached_property
-    def _client(self) -> ChatClient:
-        return ChatClient(self)
-
-    def _question(self, sample: Sample) -> Messages:
-        """The messages for the judge."""
-        values = {name: sample.columns.get(name) for name in self.fields}
-        values |= {"prompt": _text(sample.prompt), "completion": _text(sample.completion)}
-        question = {"role": "user", "content": ByColumn().format(self.prompt, **values)}
-        return [question] if self.system is None else [{"role": "system", "content": self.system}, question]
-
-    def parse_score(self, answer: str) -> float | Failure:
-        """The score in the judge's answer."""
-        found = re.findall(self.pattern, answer)
-        last = found[-1] if found else ""
-        try:
-            score = float(last if isinstance(last, str) else last[0])
-        except ValueError:
-            score = math.nan
-        if math.isnan(score):
-            return _no_score(answer)
-        return min(max(score, self.low), self.high)
-
-
-def _text(value: object) -> str:
-    """A text as it is; a conversation as the text of its messages."""
-    if isinstance(value, list):
-        if len(value) == 1:
-            return str(value[0]["content"])
-        return "\n".join(f"{message['role']}: {message['content']}" for message in value)
-    return str(value)
-
-
-class ChatClient:
-    """A client of a judge's endpoint. Several threads may call `answers`; `close` ends all of their requests."""
-
-    def __init__(self, judge: Judge) -> None:
-        self.judge, self.url = judge, judge.base_url.rstrip("/")
-        self.body = {"model": judge.model, "max_tokens": judge.max_tokens, "temperature": judge.temperature}
-        self.headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(judge.api_key):  # never in a config, a log or a message
-            mask(key, "(the judge's key)")
-            self.headers["Authorization"] = f"Bearer {key}"
-        self._running: dict[asyncio.Task[list[str | Failure]], asyncio.AbstractEventLoop] = {}
-
-    def answers(self, conversations: Sequence[Messages]) -> list[str | Failure]:
-        """The endpoint's answer to each conversation, in order, or a Failure with the reason."""
-
-        async def ask_all() -> list[str | Failure]:
-            task = asyncio.create_task(self._ask_all(conversations))
+        async def ask_all() -> list[Score]:
+            task = asyncio.create_task(self._ask_all([self._question(sample) for sample in samples]))
             self._running[task] = asyncio.get_running_loop()
             try:
                 return await task
             except asyncio.CancelledError:
-                return [Failure("no judgement: the run has ended")] * len(conversations)
+                return [Failure("no judgement: the run has ended")] * len(samples)
             finally:
                 del self._running[task]
 
@@ -188,65 +132,83 @@ class ChatClient:
             with contextlib.suppress(RuntimeError):  # its loop has just ended
                 loop.call_soon_threadsafe(task.cancel)
 
-    def unreachable(self) -> str:
-        """The reason why the endpoint does not answer; empty if it does, with any status."""
+    @cached_property
+    def _running(self) -> dict[asyncio.Task[list[Score]], asyncio.AbstractEventLoop]:
+        """The requests of each thread that calls the reward."""
+        return {}
+
+    @cached_property
+    def _headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(self.api_key):  # never in a config, a log or a message
+            mask(key, "(the judge's key)")
+            headers["Authorization"] = f"Bearer {key}"
+        return headers
+
+    def _question(self, sample: Sample) -> str:
+        """The body of the request; in ASCII, since a lone surrogate is not valid UTF-8."""
+        values = {name: sample.columns.get(name) for name in self.fields}
+        values |= {"prompt": _text(sample.prompt), "completion": _text(sample.completion)}
+        messages = [{"role": "user", "content": ByColumn().format(self.prompt, **values)}]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        body = {"model": self.model, "max_tokens": self.max_tokens, "temperature": self.temperature}
+        return json.dumps({**body, "messages": messages})
+
+    async def _ask_all(self, questions: Sequence[str]) -> list[Score]:
         import httpx
 
-        try:
-            fetch(f"{self.url}/models", CONNECT_TIMEOUT, self.headers)
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-            return str(error) or type(error).__name__
-        return ""
+        slots = asyncio.Semaphore(self.concurrency)
+        limits = httpx.Limits(max_connections=self.concurrency)
+        timeout = httpx.Timeout(self.timeout, connect=min(CONNECT_TIMEOUT, self.timeout), pool=None)
+        async with httpx.AsyncClient(headers=self._headers, limits=limits, timeout=timeout) as http:
 
-    async def _ask_all(self, conversations: Sequence[Messages]) -> list[str | Failure]:
-        import httpx
-
-        slots, seconds = asyncio.Semaphore(self.judge.concurrency), self.judge.timeout
-        limits = httpx.Limits(max_connections=self.judge.concurrency)
-        timeout = httpx.Timeout(seconds, connect=min(CONNECT_TIMEOUT, seconds), pool=None)
-        async with httpx.AsyncClient(headers=self.headers, limits=limits, timeout=timeout) as http:
-
-            async def one(messages: Messages) -> str | Failure:
+            async def one(question: str) -> Score:
                 async with slots:
                     try:
-                        return await self._ask(http, messages)
+                        return await self._ask(http, question)
                     except Exception as error:  # noqa: BLE001 - one request's error must not fail the others
                         return Failure(f"no judgement: {type(error).__name__}: {error}")
 
-            return list(await asyncio.gather(*(one(messages) for messages in conversations)))
+            return list(await asyncio.gather(*map(one, questions)))
 
-    async def _ask(self, http: httpx.AsyncClient, messages: Messages) -> str | Failure:
+    async def _ask(self, http: httpx.AsyncClient, question: str) -> Score:
         import httpx
 
-        content = json.dumps({**self.body, "messages": messages})  # ASCII, since a lone surrogate is not valid UTF-8
-        url, seconds = f"{self.url}/chat/completions", self.judge.timeout
-        tries = self.judge.retries + 1
+        url, tries = f"{self.base_url.rstrip('/')}/chat/completions", self.retries + 1
         try:
             response = await answered(
-                lambda: request(http, "POST", url, seconds, content=content),
-                self.judge.backoff,
-                retries=self.judge.retries,
-                busy_retries=self.judge.retries,
+                lambda: request(http, "POST", url, self.timeout, content=question),
+                self.backoff,
+                retries=self.retries,
+                busy_retries=self.retries,
             )
         except httpx.HTTPError as error:
             return Unreachable(f"no judgement: {str(error) or type(error).__name__}, after {tries} tries")
         if response.is_success:
-            return _answer(response)
+            return self._score(response)
         problem = f"HTTP {response.status_code} {' '.join(response.text.split())[:120]}".strip()
         if response.status_code in BUSY:
             return Unreachable(f"no judgement: {problem}, after {tries} tries")
         return Failure(f"the judge refused: {problem}")
 
+    def _score(self, response: httpx.Response) -> Score:
+        """The score in the judge's answer."""
+        answer = response.text
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            answer = str(response.json()["choices"][0]["message"]["content"])
+            last = re.findall(self.pattern, answer)[-1]
+            score = float(last if isinstance(last, str) else last[0])
+            if not math.isnan(score):
+                return min(max(score, self.low), self.high)
+        logger.warning("the judge gave no score: %r", answer[:200])
+        return Failure(f"the judge gave no score: {answer[:80]!r}")
 
-def _answer(response: httpx.Response) -> str | Failure:
-    """The text of the endpoint's answer; a Failure if the response has none."""
-    try:
-        text: Any = response.json()["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError):
-        text = None
-    return text if isinstance(text, str) else _no_score(response.text)
 
-
-def _no_score(answer: str) -> Failure:
-    logger.warning("the judge gave no score: %r", answer[:200])
-    return Failure(f"the judge gave no score: {answer[:80]!r}")
+def _text(value: object) -> str:
+    """A text as it is; a conversation as the text of its messages."""
+    if isinstance(value, list):
+        if len(value) == 1:
+            return str(value[0]["content"])
+        return "\n".join(f"{message['role']}: {message['content']}" for message in value)
+    return str(value)

@@ -76,10 +76,10 @@ class GroupLength(BaseReward):
             one_of(self, "reward", [name for name, reward in run.reward.items() if not reward.sees_group])
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        known = [(sample, right) for sample in samples if (right := self._right(sample)) is not None]
-        lengths = [sample.n_written for sample, _ in known]
-        scores = iter(self.scores(lengths, [right for _, right in known]) if known else [])
-        return [None if self._right(sample) is None else next(scores) for sample in samples]
+        right = [self._right(sample) for sample in samples]
+        known = [(sample.n_written, one) for sample, one in zip(samples, right, strict=True) if one is not None]
+        scores = iter(self.scores([length for length, _ in known], [one for _, one in known]) if known else [])
+        return [None if one is None else next(scores) for one in right]
 
     def scores(self, lengths: Sequence[int], right: Sequence[bool]) -> list[float]:
         """The scores of a group's completions. lengths: in tokens."""
@@ -102,13 +102,10 @@ class LengthPenalty(GroupLength):
 
     weight: float = 0.25
     """Factor of this reward in the sum of a run's rewards."""
-    only_right: bool = False
-    """Penalise only right answers."""
 
     def scores(self, lengths: Sequence[int], right: Sequence[bool]) -> list[float]:
         rate, longest = sum(right) / len(right), max(1, *lengths)
-        penalised = [one or not self.only_right for one in right]
-        return [0.0 - rate * length / longest * one for length, one in zip(lengths, penalised, strict=True)]
+        return [0.0 - rate * length / longest for length in lengths]
 
 
 @part("reward", "kimi_length", package="reward.kimi_length")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from grpocli.answers.final_answer import answer_expression
-from grpocli.answers.math_text import plain_number
 from grpocli.config.parts import part, require
 from grpocli.rewards.reward import Correctness, Failure, Forfeit, Sample, Score, answer_text, answers_of, best_of
 from grpocli.rewards.worker_pool import WorkerPool, score_items, shared_pool
@@ -56,12 +54,12 @@ class Math(Correctness):
                     scores[i].append(self.value(score == 1))
         return [best_of(one) for one in scores]
 
-    def vote(self, sample: Sample) -> str:
-        return answer_expression(sample.text)
-
     def votes(self, samples: Sequence[Sample]) -> list[str]:
         """The answers; answers of equal value get the same text, so that 0.5 and \\frac{1}{2} are one answer."""
-        answers = list(map(self.vote, samples))
+        from grpocli.answers.final_answer import answer_expression  # slow: their patterns are compiled
+        from grpocli.answers.math_text import plain_number
+
+        answers = [answer_expression(sample.text) for sample in samples]
         values = {text: plain_number(text) for text in answers}
         first: dict[Fraction | str, str] = {}
         texts = [first.setdefault(text if (value := values[text]) is None else value, text) for text in answers]

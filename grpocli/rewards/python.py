@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 import os
 import pickle
 import random
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from struct import pack
 from typing import Any
 
@@ -93,15 +94,12 @@ class PythonReward(BaseReward):
         names = {name for name, _, _ in self._parameters or ()}
         takes_all = any(kind == "VAR_KEYWORD" for _, kind, _ in self._parameters or ())
         given = {name: value for name, value in self._arguments(samples).items() if takes_all or name in names}
-        ids = given.pop(IDS, None)
         if not self.process:
-            given |= {} if ids is None else {IDS: [list(one) for one in ids]}
             return scores_of(load(self.function, self.key), given, len(samples))
-        given |= (
-            {} if ids is None else {IDS: [pack(f"{len(one)}i", *one) for one in ids]}
-        )  # faster to pickle than lists
-        pickled = pickle.dumps(given)
-        (found,) = self._pool.map([["scores", self.function, self.key, seed_for(samples), len(samples), pickled]])
+        if IDS in given:
+            given[IDS] = [pack(f"{len(one)}i", *one) for one in given[IDS]]  # faster to pickle than lists
+        item = ["scores", self.function, self.key, seed_for(samples), len(samples), pickle.dumps(given)]
+        (found,) = self._pool.map([item])
         if isinstance(found, Failure):
             late = isinstance(found, Overrun) and found.late
             return [Failure(f"{found.reason} ({self.config_key}.timeout)") if late else found] * len(samples)
@@ -125,14 +123,12 @@ class PythonReward(BaseReward):
             raise ConfigError(f"importing it failed: {error}", key=self.key, value=self.function) from error
         if isinstance(found, Failure):
             raise ConfigError(found.reason, key=self.key, value=self.function)
-        if isinstance(found, dict):
-            raise ConfigError(found["problem"], key=self.key, value=self.function, hint=found["hint"])
         parameters: list[Parameter] | None = found
         return parameters
 
     @property
-    def _import(self) -> list[str]:
-        return ["parameters", self.function, self.key]
+    def _import(self) -> list[Any]:
+        return ["parameters", self.function, self.key, time.time()]
 
     @cached_property
     def _pool(self) -> WorkerPool:
@@ -141,17 +137,18 @@ class PythonReward(BaseReward):
 
 
 def in_worker(kind: str, spec: str, key: str, *given: Any) -> Any:
-    """The parameters of a function (as an object with `problem` if it cannot be imported) or its scores, as JSON.
+    """The parameters of a function or its scores, as JSON values; a text says why a sample has no score.
 
-    For a sample that cannot be scored: the reason, as a string. Runs in a worker process.
+    Runs in a worker process.
     """
     try:
         function = load(spec, key)
     except ConfigError as error:
-        if kind == "scores":  # in a worker that replaces one which could import it
-            raise RuntimeError(f"importing it failed: {error.problem}") from error
-        return {"problem": error.problem, "hint": error.hint}
+        raise RuntimeError(error.problem) from error
     if kind == "parameters":
+        file = Path(spec.rpartition(":")[0]).expanduser()
+        if file.suffix == ".py" and file.stat().st_mtime > given[0]:
+            print(f"{short(spec)} has changed since the run began; a new process runs it as it is now", file=sys.stderr)
         return parameters_of(function)
     seed, count, pickled = given
     random.seed(seed)
@@ -184,6 +181,8 @@ def scores_of(function: Callable[..., Any], given: Mapping[str, Any], count: int
     """The `count` scores that a function returns, plain or async; Failures if it returns something else."""
     result = function(**given)
     if inspect.isawaitable(result):
+        import asyncio  # slow
+
         result = asyncio.run(_awaited(result))
     if isinstance(result, str | Mapping) or not hasattr(result, "__len__"):
         return [Failure(f"it returned {result!r}, expected a list of numbers")] * count
@@ -203,5 +202,5 @@ def arguments(samples: Sequence[Sample]) -> dict[str, list[Any]]:
         **{name: [s.columns.get(name) for s in samples] for name in columns},
         "prompts": [s.prompt for s in samples],
         "completions": [s.completion for s in samples],
-        IDS: [s.token_ids for s in samples],
+        IDS: [list(s.token_ids) for s in samples],
     }

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, ClassVar, Self
 
-from grpocli.answers.final_answer import final_answer
 from grpocli.config.parts import base, nearest, part, require, section
 from grpocli.errors import ConfigError
+from grpocli.text import shorten
 from grpocli.types import Episode, Rollout, Text
 
 
@@ -81,9 +81,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Marks a sample that could not be scored, which is not a score of 0. reason: a phrase for the user."""
+    """Marks a sample that could not be scored, which is not a score of 0."""
 
     reason: str
+    """A phrase for the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ NUMPY = re.compile(rf"""({LITERAL}|[}}\]])(\s+(?=['"{{\[]))?|\barray\(|,\s*dtype
 """A literal or a bracket, with the space that follows instead of a comma; what numpy writes around a list."""
 
 
-@base("reward")  # these decorators are explained in config/parts.py
+@base("reward")  # config/parts.py explains these decorators
 @section("reward")
 class BaseReward:
     """Base class of the config group `reward`; its choices are registered with `package="reward.NAME"`."""
@@ -130,8 +131,8 @@ class BaseReward:
     config_key: ClassVar[str]
     """Config key of the reward, such as `reward.math`: set when the class is registered; in a run, `reward.NAME`."""
     scores_independently: ClassVar[bool] = False
-    """Whether the reward scores each sample independently, outside of this process. Then it is called group by group
-    while other completions are still being sampled; any other reward is called once, with all samples."""
+    """Whether the reward scores each sample independently, outside of this process, and so is called group by group
+    while other completions are still being sampled. Any other reward is called once, with all samples."""
     sees_group: ClassVar[bool] = False
     """Whether the reward is called once for each group, after the run's other rewards, with all samples of the group
     and their `scores`. It cannot measure accuracy."""
@@ -163,6 +164,8 @@ class BaseReward:
 
     def vote(self, sample: Sample) -> str:
         """The sample's answer, as text."""
+        from grpocli.answers.final_answer import final_answer  # slow: its patterns are compiled
+
         return final_answer(sample.text)
 
     def votes(self, samples: Sequence[Sample]) -> list[str]:
@@ -325,17 +328,13 @@ def best_of(scores: Sequence[Score]) -> Score:
 
 
 def as_score(value: Any) -> Score:
-    """A reward's return value as a finite float or None; a Failure with the reason for any other value."""
+    """A reward's return value as a float or None; a Failure if it is no number of at most LARGEST_SCORE."""
     if value is None or isinstance(value, Failure | Forfeit):
         return value
-    if not hasattr(value, "__float__"):
-        return Failure(f"it returned {value!r}, expected a number")
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        return Failure(f"it returned a value that is not a number: {error}")
-    if not math.isfinite(number):
-        return Failure(f"it returned {number}")
-    if abs(number) > LARGEST_SCORE:
-        return Failure(f"it returned {number:g}, which is too large to train on (limit {LARGEST_SCORE:g})")
-    return number
+    number = math.nan
+    if hasattr(value, "__float__"):
+        with suppress(TypeError, ValueError, OverflowError):
+            number = float(value)
+    if abs(number) <= LARGEST_SCORE:
+        return number
+    return Failure(f"it returned {shorten(repr(value), 80)}, expected a number of at most {LARGEST_SCORE:g}")

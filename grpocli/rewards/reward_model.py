@@ -10,7 +10,7 @@ from omegaconf import MISSING
 
 from grpocli.chat_clock import DAY, stop_clock
 from grpocli.config.parts import one_of, part, require
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, config_errors
 from grpocli.hub import check_folder, model_folder
 from grpocli.rewards.reward import BaseReward, Sample, Score
 from grpocli.types import DTYPES
@@ -81,14 +81,12 @@ class Classifier:
         self.reward, path = reward, model_folder(reward.path, KEY, reward.revision)
         revision = reward.revision if path == reward.path else None  # a downloaded folder has one
         self.device = _device(reward.device)
-        try:
+        says = "is not a sequence classification model: {}"
+        with config_errors(OSError, ValueError, KeyError, says=says, key=KEY, value=path):
             self.tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=revision)
             model, found = AutoModelForSequenceClassification.from_pretrained(
                 path, revision=revision, dtype=getattr(torch, reward.dtype), output_loading_info=True
             )
-        except (OSError, ValueError, KeyError) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise ConfigError(f"is not a sequence classification model: {reason}", key=KEY, value=path) from error
         if model.config.num_labels != 1:
             raise ConfigError(f"has {model.config.num_labels} outputs; a reward model has one", key=KEY, value=path)
         if missing := sorted(found["missing_keys"]):
@@ -135,8 +133,6 @@ def _device(name: str) -> torch.device:
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name != "cpu" and not torch.cuda.is_available():
-        raise ConfigError("torch finds no GPU here; take cpu or auto", key="reward.model.device", value=name)
     if name == "cuda":  # with its number, since the thread that collects ahead has another current GPU
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(name)

@@ -35,17 +35,6 @@ BATCH = 256
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorLimit:
-    """The share of samples that may fail to score, and the config key that sets it."""
-
-    key: str
-    share: float
-
-    def __str__(self) -> str:
-        return f"{self.key}={self.share:g}"
-
-
-@dataclass(frozen=True, slots=True)
 class RewardStats:
     """Counts of one reward over the samples of one task."""
 
@@ -80,15 +69,12 @@ class ScoreStats:
     """Time that scoring took."""
     rewards: Mapping[tuple[str, str], RewardStats] = field(default_factory=dict)
     """Counts by (reward, task)."""
-    unscored: Counter[str] = field(default_factory=Counter)
-    """Number of samples by task to which no reward applies."""
 
     def add_round(self, later: ScoreStats) -> ScoreStats:
         """The summed counts of two rounds."""
         pairs = dict.fromkeys([*self.rewards, *later.rewards])
         rewards = {pair: self.of(*pair) + later.of(*pair) for pair in pairs}
-        seconds = self.seconds + later.seconds
-        return ScoreStats(self.samples + later.samples, seconds, rewards, self.unscored + later.unscored)
+        return ScoreStats(self.samples + later.samples, self.seconds + later.seconds, rewards)
 
     def add_process(self, other: ScoreStats) -> ScoreStats:
         """The counts of two processes that score at the same time."""
@@ -111,12 +97,13 @@ class ScoreStats:
 
     @property
     def metrics(self) -> dict[str, float]:
-        by_reward = {name: self.of_tasks(name, self.samples) for name, _ in self.rewards}
-        errors = {f"rewards/{name}/errors": float(stats.errors) for name, stats in by_reward.items()}
-        timeouts = {
-            f"rewards/{name}/timeouts": float(stats.timeouts) for name, stats in by_reward.items() if stats.timed
-        }
-        return {"time/reward": self.seconds} | errors | timeouts
+        found = {"time/reward": self.seconds}
+        for name, _ in self.rewards:
+            stats = self.of_tasks(name, self.samples)
+            found[f"rewards/{name}/errors"] = float(stats.errors)
+            if stats.timed:
+                found[f"rewards/{name}/timeouts"] = float(stats.timeouts)
+        return found
 
 
 @dataclass(slots=True)
@@ -137,8 +124,6 @@ class Scorer:
     """The share of samples that may fail."""
     tasks: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Names of the rewards that score a task's samples; a task that is not listed uses all rewards."""
-    limits: Mapping[str, ErrorLimit] = field(default_factory=dict)
-    """Error limits of tasks that have their own."""
 
     def score(
         self,
@@ -217,84 +202,58 @@ class Scorer:
         for one in rollouts:
             by_task.setdefault(one.sample.task, []).append(one)
         samples = Counter({task: len(own) for task, own in by_task.items()})
-        rewards = {
-            (name, task): self._counts(name, task, own) for name in self.rewards for task, own in by_task.items()
-        }
-        unscored = Counter(
-            {
-                task: sum(all(score is None for score in one.scores.values()) for one in own)
-                for task, own in by_task.items()
-                if self.rewards
-            }
-        )
-        return ScoreStats(samples, seconds, rewards, unscored)
+        counts = {(name, task): self._counts(name, task, own) for name in self.rewards for task, own in by_task.items()}
+        return ScoreStats(samples, seconds, counts)
 
     def _counts(self, name: str, task: str, rollouts: Sequence[ScoredRollout]) -> RewardStats:
         """The counts of one reward over the rollouts of one task."""
-        failed = [(one.sample, score) for one in rollouts if isinstance(score := one.scores[name], Failure)]
-        late = [(one.sample, score) for one in rollouts if isinstance(score := one.scores[name], Forfeit)]
-        scored_here = name in self.rewards_for(task)
+        scores = [(one.sample, one.scores[name]) for one in rollouts]
+        failed = [_sentence(sample, score.reason) for sample, score in scores if isinstance(score, Failure)]
+        late = [_sentence(sample, score.reason) for sample, score in scores if isinstance(score, Forfeit)]
         return RewardStats(
             timed=self.rewards[name].scores_independently,
             errors=len(failed),
-            unreachable=sum(isinstance(failure, Unreachable) for _, failure in failed),
+            unreachable=sum(isinstance(score, Unreachable) for _, score in scores),
             timeouts=len(late),
-            silent=sum(one.scores[name] is None for one in rollouts) if scored_here else 0,
-            first_error=next((_sentence(sample, score.reason) for sample, score in failed), ""),
-            first_timeout=next((_sentence(sample, score.reason) for sample, score in late), ""),
+            silent=sum(score is None for _, score in scores) if name in self.rewards_for(task) else 0,
+            first_error=failed[0] if failed else "",
+            first_timeout=late[0] if late else "",
         )
 
     def check_errors(self, stats: ScoreStats, expected: int = 0) -> None:
         """Raise RewardError if too many samples of a reward failed; RewardGone if the cause is an unavailable service.
 
-        A task with its own limit is checked alone, all other tasks together.
         expected: number of samples of the whole step, to check a step that is not complete yet.
         """
-        others = [task for task in stats.samples if task not in self.limits]
-        alone = [([task], self.limits[task]) for task in stats.samples if task in self.limits]
-        scale = max(1.0, expected / max(stats.samples.total(), 1))
-        for tasks, limit in [*alone, (others, ErrorLimit("rollout.max_reward_errors", self.max_errors))]:
-            allowed = limit.share * stats.n_samples(tasks) * scale
-            for name in self.rewards:
-                found = stats.of_tasks(name, tasks)
-                if found.errors > allowed:
-                    kind = RewardError if found.errors - found.unreachable > allowed else RewardGone
-                    raise kind(self._errors_text(stats, name, tasks, f", more than {limit} allows"))
+        total = stats.samples.total()
+        allowed = self.max_errors * max(total, expected)
+        for name, reward in self.rewards.items():
+            found = stats.of_tasks(name, stats.samples)
+            if found.errors > allowed:
+                kind = RewardError if found.errors - found.unreachable > allowed else RewardGone
+                limit = f"more than rollout.max_reward_errors={self.max_errors:g} allows"
+                count = f"could not score {found.errors} of {total} samples"
+                raise kind(f"reward.{name} ({reward.label}) {count}, {limit}: {found.first_error}")
 
     def warnings(self, stats: ScoreStats) -> dict[str, str]:
         """Warnings as sentences; a repeated cause has the same key.
 
-        They are about samples without a training signal, errors that only a task's own limit allows, and samples that
-        are wrong because scoring them took too long.
+        They are about a reward that scores nothing, and samples that are wrong because scoring them took too long.
         """
-        found = {
-            f"unscored {task}": f"no reward applies to {count} of {stats.samples[task]} samples of task {task}: "
-            "they give no training signal"
-            for task, count in stats.unscored.items()
-            if count
-        }
+        found = {}
         for name, reward in self.rewards.items():
             subject = f"reward.{name} ({reward.label})"
             tasks = [task for task in stats.samples if name in self.rewards_for(task)]
             silent = stats.of_tasks(name, tasks).silent
-            if silent == stats.n_samples(tasks) and silent > sum(stats.unscored[task] for task in tasks):
+            if silent and silent == stats.n_samples(tasks):
                 samples = f"all {silent} samples of task {', '.join(tasks)}"
                 found[f"silent {name}"] = f"{subject} returned None for {samples}: it does not affect their score"
-            for task, limit in self.limits.items():
-                if stats.of(name, task).errors > self.max_errors * stats.samples[task]:
-                    text = self._errors_text(stats, name, [task], f" of task {task}, which {limit} allows")
-                    found[f"errors {name} {task}"] = text
             for task, count in stats.samples.items():
-                if (late := stats.of(name, task)).timeouts:
-                    samples = f"{late.timeouts} of {count} samples" + (f" of task {task}" if task else "")
-                    reason = f"as wrong because scoring them took too long: {late.first_timeout}"
+                if (one := stats.of(name, task)).timeouts:
+                    samples = f"{one.timeouts} of {count} samples" + (f" of task {task}" if task else "")
+                    reason = f"as wrong because scoring them took too long: {one.first_timeout}"
                     found[f"timeouts {name} {task}"] = f"{subject} scored {samples} {reason}"
         return found
-
-    def _errors_text(self, stats: ScoreStats, name: str, tasks: Collection[str], limit_text: str) -> str:
-        found = stats.of_tasks(name, tasks)
-        failed = f"could not score {found.errors} of {stats.n_samples(tasks)} samples"
-        return f"reward.{name} ({self.rewards[name].label}) {failed}{limit_text}: {found.first_error}"
 
     def close(self) -> None:
         for reward in self.rewards.values():

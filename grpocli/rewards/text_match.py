@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from grpocli.answers.final_answer import final_answer
-from grpocli.answers.math_text import plain_number, rounded_equal
 from grpocli.config.parts import check_regex, part, require
 from grpocli.rewards.reward import BaseReward, Correctness, Failure, Sample, Score, answer_text
 from grpocli.rewards.worker_pool import WorkerPool, score_items, shared_pool
 
 DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?"
-TIMES = r"\*|×|÷|/|\\times|\\cdot|\\div"
 # a minus after a word, a digit or a bracket is an operator: 10-5 ends in 5, "= -5" in -5
-TERM = re.compile(
-    rf"((?<![\w)\]}}])[-−])?[$€£]?({DIGITS}(?:\s*(?:\^|_|\*\*|{TIMES})\s*[({{]?-?{DIGITS}[)}}]?)*)", re.ASCII
+NUMBER = re.compile(rf"((?<![\w)\]}}])[-−])?[$€£]?({DIGITS})(?:\s*/\s*({DIGITS}))?", re.ASCII)
+COMPUTED = re.compile(
+    r"(?:/|÷|\\div|×|\\times|\\cdot|[\d)}]\s*\*{1,2}|\\sqrt(?:\[[^]]{0,8}\])?|[\d)\]}]\s*[\^_])$", re.ASCII
 )
-FACTOR = re.compile(rf"(\^|_|\*\*|{TIMES})?\s*[({{]?(-?{DIGITS})[)}}]?", re.ASCII)
+"""What before a number makes it a part of a root, a power, a numeral, a product or a quotient."""
 PART = r"(?:\{((?:[^{}]|\{[^{}]*\})*)\}|(\d))"
 FRACTION = re.compile(rf"(?:(?<!\d)(\d+)\s*)?\\[dtc]?frac\s*{PART}\s*{PART}", re.ASCII)
 SIGNED = re.compile(r"\s*[-−]?(?:\d+(?:\.\d+)?|\.\d+)\s*", re.ASCII)
 SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|\\[,;:!]|,\\!)(?=\d{3}(?!\d))", re.ASCII)
-DIVIDED = re.compile(r"(?:/|÷|\\div|×|\\times|\\cdot)$")
 NO_NUMBER = "1/0 "
 """Replaces a fraction with unknowns or roots."""
 MIXED = re.compile(r"(?<![\d./])(\d+)\s+(\d+)()/(\d+)()(?![\d./])", re.ASCII)
 LONGEST = 2000
 """Characters at the end of a final answer that are searched."""
-LARGEST_BITS = 10_000
-"""Bits of the largest number, which has 3,000 digits. Python refuses to print more than 4,300."""
 
 
 @part("reward", "exact_match", package="reward.exact_match")
@@ -46,12 +40,17 @@ class ExactMatch(Correctness):
     answer_forms = ("boxed", "tag", "####")
 
     def score_sample(self, sample: Sample) -> Score:
+        from grpocli.answers.final_answer import final_answer  # slow: its patterns are compiled
+
         score, whole = super().score_sample(sample), sample.columns.get(self.answer_column)
         # the text of a list of accepted answers may be the list that a task asks for
         is_whole = isinstance(whole, str) and final_answer(sample.text) == whole
         return self.right if score == self.wrong and is_whole else score
 
     def score_answer(self, sample: Sample, answer: Any) -> Score:
+        from grpocli.answers.final_answer import final_answer
+        from grpocli.answers.math_text import plain_number, rounded_equal
+
         given, text = final_answer(sample.text), answer_text(answer)
         if isinstance(answer, bool):
             return self.value(given.lower() == text)
@@ -64,39 +63,38 @@ class ExactMatch(Correctness):
 class Number(Correctness):
     """`right` (1) if the last number of the final answer equals the last number of the reference, else `wrong` (0).
 
-    A fraction, a power or a product of numbers is one number: 3/2 is 1.5 and does not end in 2.
+    A fraction is one number: 3/2 is 1.5 and does not end in 2. An answer that ends in a power or a product is wrong.
     """
 
     answer_forms = ("boxed", "tag", "####", "sentence", "decimal", "fraction")
 
     def score_answer(self, sample: Sample, answer: Any) -> Score:
-        reference = last_number(final_answer(answer_text(answer)))
-        if reference is None:
+        from grpocli.answers.final_answer import final_answer
+
+        if (reference := last_number(final_answer(answer_text(answer)))) is None:
             return Failure(f"there is no number in the answer {answer!r}")
         return self.value(last_number(final_answer(sample.text)) == reference)
 
     def vote(self, sample: Sample) -> str:
-        return str(last_number(final_answer(sample.text)))
+        return str(last_number(super().vote(sample)))
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number written in digits; commas between thousands and currency signs are ignored.
+    """The last number written in digits, also as a fraction; commas between thousands and currency signs are ignored.
 
-    None if there is no number, or if the last one is under a root, in a fraction with a root or a letter, or too large.
-    Indices, and exponents of letters as in cm^2, are not numbers.
+    None if there is no number, or if the last one is a part of a root, a power, a numeral, a product or a quotient.
+    Indices and exponents of letters, as in cm^2, are not numbers.
     """
     text = SEPARATOR.sub("", text[-LONGEST:])
     text = MIXED.sub(_fraction, FRACTION.sub(_fraction, text))
-    for found in reversed(list(TERM.finditer(text))):
+    for found in reversed(list(NUMBER.finditer(text))):
         before = text[: found.start()].rstrip(" {(")
+        if COMPUTED.search(before[-20:]):
+            return None
         if before.endswith(("^", "_")):
             continue
-        if before.endswith("\\sqrt") or (before.endswith("]") and "\\sqrt[" in before[-9:]):
-            return None
-        if DIVIDED.search(before):
-            return None  # a quotient or product with a root or a letter
-        value = _product(found[2])
-        return -value if value is not None and found[1] else value
+        above, below = (Fraction((digits or "1").replace(",", "")) for digits in found.groups()[1:])
+        return (-above if found[1] else above) / below if below else None
     return None
 
 
@@ -110,46 +108,6 @@ def _fraction(found: re.Match[str]) -> str:
         return NO_NUMBER
     value = int(found[1] or 0) + over / under
     return f"{value.numerator}/{value.denominator} "
-
-
-def _product(term: str) -> Fraction | None:
-    """The value of numbers joined by signs of multiplication, division or powers, from left to right.
-
-    None if it is too large, or divides by 0.
-    """
-    factors: list[Fraction] = []
-    for operator, digits in FACTOR.findall(term):
-        number = Fraction(digits.replace(",", ""))
-        if operator in ("/", "÷", "\\div"):
-            if not number:
-                return None
-            number = 1 / number
-        elif operator in ("^", "**", "_"):
-            if (raised := _raised(factors.pop(), operator, number)) is None:
-                return None
-            number = raised
-        factors.append(number)
-    product = math.prod(factors, start=Fraction(1))
-    return product if _bits(product) <= LARGEST_BITS else None
-
-
-def _raised(base: Fraction, operator: str, number: Fraction) -> Fraction | None:
-    """A power, or the value of a numeral in base `number`; None if it is neither, or too large."""
-    if number.denominator != 1:
-        return None
-    if operator == "_":
-        try:
-            return Fraction(int(str(base), int(number)))
-        except (ValueError, OverflowError):
-            return None
-    if abs(number) * _bits(base) > LARGEST_BITS or (not base and number < 0):
-        return None
-    return base ** int(number)
-
-
-def _bits(number: Fraction) -> int:
-    """Bits of the numerator or the denominator, the larger of the two."""
-    return max(number.numerator.bit_length(), number.denominator.bit_length())
 
 
 @part("reward", "format", package="reward.format")

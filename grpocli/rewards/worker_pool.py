@@ -12,8 +12,8 @@ import json
 import os
 import re
 import resource
-import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -34,8 +34,6 @@ from grpocli.rewards.reward import Failure, Forfeit, Overrun
 from grpocli.version import PACKAGE
 
 START_TIMEOUT = 120.0
-PIPE = 2**20
-"""Bytes that a pipe to or from a worker holds; the most that Linux gives a user."""
 FULL_TIMEOUTS = 8
 """Overruns in one `map` after which the remaining items get REDUCED times the timeout."""
 REDUCED = 0.1
@@ -52,19 +50,6 @@ KILLED = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT)
 """Exit codes of a worker that was killed from outside, for instance by the system when memory runs out."""
 
 
-def withheld(reason: str, variables: Collection[str]) -> str:
-    """A hint if a failure names an exported variable that its worker did not get; "" otherwise."""
-    for name in dict.fromkeys(re.findall(r"\b[A-Z][A-Z0-9_]{2,}\b", reason)):
-        if name in os.environ and name not in variables and not is_passed_on(name):
-            return f"if it needs {name}, name it in task.environment.env=[{name}]"
-    return ""
-
-
-def is_passed_on(name: str) -> bool:
-    """Whether workers get this variable of the environment."""
-    return PASSED_ON.fullmatch(name) is not None and not SECRET.search(name)
-
-
 class PoolClosed(RunError):
     """Another thread has closed the pool, as at the end of a run. Not a failure of a reward."""
 
@@ -76,24 +61,26 @@ class Worker:
         # -P: a random.py in the working directory must not hide the library's
         start = f"from grpocli.rewards.worker_pool import serve; serve({function!r}, limited={not trusted})"
         path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = {name: value for name, value in os.environ.items() if name in variables or is_passed_on(name)}
+        passed_on = {name for name in os.environ if PASSED_ON.fullmatch(name) and not SECRET.search(name)}
+        env = {name: value for name, value in os.environ.items() if name in {*passed_on, *variables}}
         env |= {"PYTHONPATH": path} | ({} if trusted else {"OMP_NUM_THREADS": "1"})
-        # output of libraries would disturb the live view; errors are part of the results
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", start],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE if trusted else subprocess.DEVNULL,
-            env={"PYTHONHASHSEED": "0", **env},
-            pipesize=PIPE,
-            process_group=0,  # so that what it has started ends with it
-        )
+        self._socket, theirs = socket.socketpair()
+        with theirs:  # output of libraries would disturb the live view; errors are part of the results
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", start],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.PIPE if trusted else subprocess.DEVNULL,
+                env={"PYTHONHASHSEED": "0", **env},
+                process_group=0,  # so that what it has started ends with it
+            )
         if stderr := self.process.stderr:
             run_in_thread(lambda: _print(stderr), "worker output")
         self.ready = False
         self._first, self._buffer = first, b""
         if first is not None:
-            self._send(first)
+            with contextlib.suppress(ConnectionError):  # a dead worker is noticed when it is read from
+                self._send(first, START_TIMEOUT)
 
     def start(self, function: str) -> None:
         """Wait until it has imported its module and done its first item. Raises RunError if it cannot."""
@@ -101,10 +88,10 @@ class Worker:
             problem = self._receive(START_TIMEOUT)
             if not problem and self._first is not None:
                 self._receive(START_TIMEOUT)
-        except EOFError:
-            problem = "its process died"
         except TimeoutError:
             problem = f"it took longer than {START_TIMEOUT:g} s"
+        except ConnectionError:
+            problem = "its process died"
         if problem:
             raise RunError(f"a worker process for {function} did not start: {problem}")
         self.ready = True
@@ -112,45 +99,35 @@ class Worker:
     def call(self, item: Any, seconds: float) -> Any:
         """The function's result for an item, or a Failure if it raises.
 
-        Raises TimeoutError after `seconds`, EOFError if the process ends.
+        Raises TimeoutError after `seconds`, ConnectionError if the process ends.
         """
-        self._send(item)
-        result, problem = self._receive(seconds)
+        deadline = time.monotonic() + seconds
+        self._send(item, seconds)
+        result, problem = self._receive(deadline - time.monotonic())
         return Failure(problem) if problem else result
 
-    def _send(self, item: Any) -> None:
-        assert self.process.stdin is not None
+    def _send(self, item: Any, seconds: float) -> None:
         *plain, payload = item if isinstance(item[-1], bytes) else (*item, b"")
-        with contextlib.suppress(BrokenPipeError):  # a dead worker is noticed when it is read from
-            self.process.stdin.write(json.dumps([len(payload), *plain]).encode() + b"\n" + payload)
-            self.process.stdin.flush()
+        self._socket.settimeout(seconds)
+        self._socket.sendall(json.dumps([len(payload), *plain]).encode() + b"\n" + payload)
 
     def _receive(self, seconds: float) -> Any:
-        """The next message. Raises TimeoutError or EOFError."""
-        assert self.process.stdout is not None
         deadline = time.monotonic() + seconds
-        incoming = select.poll()
-        incoming.register(self.process.stdout, select.POLLIN)
         while b"\n" not in self._buffer:
-            if not incoming.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise TimeoutError
-            if not (piece := os.read(self.process.stdout.fileno(), 65536)):
-                raise EOFError
+            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
+            if not (piece := self._socket.recv(65536)):
+                raise ConnectionError
             self._buffer += piece
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
 
     def end(self, grace: float = 0.0) -> None:
         """End the process, and kill it after `grace` seconds. No other thread may be using it."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # unwritten input is lost with the worker
-            self.process.stdin.close()  # which ends it, after its exit handlers
+        self._socket.close()  # which ends it, after its exit handlers
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace)
         self.kill()
         self.process.wait()
-        self.process.stdout.close()
 
     def kill(self) -> None:
         """Kill the process and what it has started."""
@@ -252,7 +229,7 @@ class WorkerPool:
                     overruns.append(Overrun(f"it took longer than {seconds:g} s"))
                     worker = self._replaced(worker)
                     return overruns[-1]
-                except EOFError:
+                except ConnectionError:
                     code, worker = worker.process.wait(), self._replaced(worker)
                     if not retries_left and code in KILLED:
                         return Failure("its worker process was killed twice")
@@ -356,7 +333,4 @@ def serve(function: str, limited: bool) -> None:
             message = json.dumps([None, str(error) or type(error).__name__])
         if os.getpid() != process:  # a process that the function forked must not serve items
             os._exit(FORKED)
-        try:
-            print(message, file=out, flush=True)
-        except OSError:  # the function has closed it
-            os._exit(1)
+        print(message, file=out, flush=True)

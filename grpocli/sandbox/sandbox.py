@@ -11,10 +11,8 @@ written. The program cannot reach the file with the results.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from grpocli.sandbox.cgroup import group
 from grpocli.sandbox.inside.protocol import encode, plain
@@ -44,8 +42,6 @@ MOST_TIMEOUTS = 10
 MAX_SLOWDOWN = 4.0
 """On a busy machine a program may take up to this many times its time limit."""
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-GONE = "Closed: "
-"""Beginning of the error of a test whose program has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +84,9 @@ class Limits:
 class Submission:
     """A program to test."""
 
-    text: str
-    """The program; if not `whole`, a text that begins with it."""
+    program: str
     tests: Sequence[str | tuple[str, str]]
     """Code that passes unless it raises, or a standard input and the output that the program has to print."""
-    before: str = ""
-    """Code before the program."""
     setup: str = ""
     """Code before the tests."""
     reference: str = ""
@@ -101,124 +94,129 @@ class Submission:
     entry_point: str = ""
     """The name of the function that the question asks for. It and `reference` decide which names in the tests are the
     program's, see `inside.tests.Example`."""
-    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SubmissionResult:
-    """The results of a submission's tests.
-
-    passed: for each test, in order. error: of the first test that failed. printed: the program's output. completed:
-    number of tests up to the one at which the program ended or ran out of time.
-    """
+    """The results of a submission's tests."""
 
     passed: list[bool]
+    """For each test, in order."""
     error: str = ""
+    """Of the first test that failed."""
     printed: str = ""
-    completed: int = 0
+    """The program's output."""
 
 
 class SandboxError(Exception):
     """The program could not be run or tested, so it is unknown whether it is right. The text gives the reason."""
 
 
-def run(submission: Submission, limits: Limits, backend: Backend, all_tests: bool = False) -> SubmissionResult:
+def run(submission: Submission, limits: Limits, backend: Backend) -> SubmissionResult:
     """Run a program and its tests.
 
-    all_tests: tests after one that hangs or ends the program run in a new process, too, until one timeout more is over.
     Raises SandboxError if a process could not be isolated, or for any other cause outside the program.
     """
-    result, used = _run_once(submission, limits, backend)
-    passed, done = list(result.passed), result.completed
-    while all_tests and done < len(submission.tests) and used < limits.timeout * (1 + _timeouts(submission)):
-        more, seconds = _run_once(replace(submission, tests=submission.tests[done:]), limits, backend)
-        passed[done:] = more.passed
-        done, used = done + more.completed, used + seconds
-    return replace(result, passed=passed)
-
-
-def _run_once(submission: Submission, limits: Limits, backend: Backend) -> tuple[SubmissionResult, float]:
-    """The result and the seconds used."""
     ours, theirs = socket.socketpair()
     with ours, theirs, contextlib.ExitStack() as stack:
         enter = stack.enter_context(group(limits.memory_mb + limits.disk_mb + TESTS_MB))
-        task = {"text": submission.text, "before": submission.before, "whole": submission.whole}
-        known = {"reference": submission.before + submission.reference, "entry_point": submission.entry_point}
-        known = known if submission.reference else dict.fromkeys(known, "")
-        check = {"tests": list(submission.tests), "setup": submission.setup, **known}
-        timeouts = _timeouts(submission)
-        most = replace(limits, processes=limits.processes + (timeouts > 1))  # a script runs in a process of its own
-        program = stack.enter_context(_process(backend, most, theirs, task, enter))
-        tests = stack.enter_context(_process(backend, limits, ours, check, enter))
+        is_script = not all(isinstance(test, str) for test in submission.tests)
+        check = {name: getattr(submission, name) for name in ("setup", "reference", "entry_point")}
+        check |= {"tests": list(submission.tests)}
+        most = replace(limits, processes=limits.processes + is_script)  # a script runs in a process of its own
+        program = _IsolatedProcess(stack, backend, most, theirs, {"program": submission.program}, enter)
+        tests = _IsolatedProcess(stack, backend, limits, ours, check, enter)
         ours.close()
         theirs.close()
         program.wait_isolated()
         tests.wait_isolated()
         clock = Clock([program.process.pid, tests.process.pid])
-        in_time = tests.ended_within(limits.timeout, timeouts * limits.timeout, clock)
-        used = clock.spent()
-        tests.kill()  # before the program, whose end it would report as a failed test
-        program.kill()
+        longest = limits.timeout * (MOST_TIMEOUTS if is_script else 1)
+        in_time = tests.ended_within(limits.timeout, longest, clock)
+        tests.kill()
+        # before the program's end, which the tests' innermost process, still ending, would report as a failed test
         lines = tests.results().split("\n")[:-1]
-        return _result(submission, lines, program.printed(), in_time, limits), used
+        program.kill()
+        return _result(len(submission.tests), lines, program.printed(), in_time, limits)
 
 
-def _timeouts(submission: Submission) -> int:
-    """The time limits that the tests may take together."""
-    return 1 if all(isinstance(test, str) for test in submission.tests) else MOST_TIMEOUTS
-
-
-def _result(submission: Submission, lines: list[str], printed: str, in_time: bool, limits: Limits) -> SubmissionResult:
-    """The result from the lines that `inside.tests.run` has written."""
+def _result(n: int, lines: list[str], printed: str, in_time: bool, limits: Limits) -> SubmissionResult:
+    """The result of `n` tests from the lines that `inside.tests.run` has written."""
     late = f"took longer than {limits.timeout:g} s"
     if not lines:
         raise SandboxError(f"the code before its tests {'ended early' if in_time else late}")
     if lines[0]:
         hint = "; reward.code.python has to name an interpreter with it" if "ModuleNotFoundError" in lines[0] else ""
         raise SandboxError(f"its tests cannot be run: {lines[0]}{hint}")
-    errors = lines[1 : 1 + len(submission.tests)]
-    passed = [error == "" for error in errors] + [False] * (len(submission.tests) - len(errors))
+    errors = lines[1 : 1 + n]
+    passed = [error == "" for error in errors] + [False] * (n - len(errors))
     first = next(filter(None, errors), "")
     if not first and not all(passed):
         first = "the tests ended early" if in_time else f"it {late}"
-    gone = next((i for i, error in enumerate(errors) if error.startswith(GONE)), len(errors))
-    return SubmissionResult(passed, first, printed, completed=min(gone + 1, len(submission.tests)))
+    return SubmissionResult(passed, first, printed)
 
 
 class _IsolatedProcess:
-    """One of the two processes.
+    """One of the two processes."""
 
-    status: pipe for the report of `inside.main`. results: file of the tests' results. printed: file of the output.
-    """
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        backend: Backend,
+        limits: Limits,
+        connection: socket.socket,
+        task: dict[str, Any],
+        enter: Sequence[str],
+    ) -> None:
+        """Start it; the stack kills it.
 
-    def __init__(self, process: subprocess.Popen[bytes], status: int, results: int, printed: IO[bytes]) -> None:
-        self.process, self._status, self._results, self._printed = process, status, results, printed
+        connection: the process's end of the socket. task: for `inside.program` or `inside.tests`. enter: the words
+        before its command. Raises SandboxError if it does not start.
+        """
+        self._results, self._printed = (
+            stack.enter_context(os.fdopen(os.memfd_create(name), "r+b")) for name in ("results", "printed")
+        )
+        self._status, report = (
+            stack.enter_context(os.fdopen(fd, mode)) for fd, mode in zip(os.pipe(), ("rb", "wb"), strict=True)
+        )
+        inherited = [connection.fileno(), report.fileno(), *([self._results.fileno()] if "tests" in task else [])]
+        order = {**asdict(limits), **backend.order, **task}
+        order |= {"status": report.fileno(), "connection": connection.fileno(), "results": self._results.fileno()}
+        python = backend.python
+        command = [*backend.command(limits.disk_mb), python.path, "-s", "-u", *python.options, "-c", START]
+        try:
+            self.process = subprocess.Popen(
+                [*enter, *command], stdin=subprocess.PIPE, stdout=self._printed, stderr=self._printed, env=ENVIRONMENT,
+                pass_fds=inherited, start_new_session=True,
+            )  # fmt: skip
+            stack.callback(self.kill)
+            # Popen.wait with a timeout polls every 50 ms
+            self._ended = stack.enter_context(os.fdopen(os.pidfd_open(self.process.pid), "rb", 0))
+        except OSError as error:
+            raise SandboxError(f"{command[0]} does not start: {error.strerror}") from error
+        report.close()
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self.process.stdin:
+            self.process.stdin.write(encode(order, plain))
         self._deadline = time.monotonic() + START_TIMEOUT
 
     def wait_isolated(self) -> None:
         """Wait until the process is isolated. Raises SandboxError if it fails to isolate itself."""
         ready = select.select([self._status], [], [], max(0.0, self._deadline - time.monotonic()))[0]
-        status = os.read(self._status, 4096).decode(errors="replace") if ready else "it did not start in time"
+        status = os.read(self._status.fileno(), 4096).decode(errors="replace") if ready else "it did not start in time"
         if status != ISOLATED:
             self.kill()
             raise SandboxError(status or self.printed().strip()[-300:] or "it ended at once")
 
     def ended_within(self, seconds: float, most: float, clock: Clock) -> bool:
         """Whether the process ends. seconds: between two results. most: in all."""
-        try:
-            ended = os.pidfd_open(self.process.pid)  # Popen.wait with a timeout polls every 50 ms
-        except OSError as error:
-            raise SandboxError(f"cannot wait for a process: {error.strerror}; Linux 5.3 or later is needed") from error
         began, written = 0.0, 0
-        try:
-            while (left := min(began + seconds, most) - clock.spent()) > 0:
-                if select.select([ended], [], [], max(SHORTEST_WAIT, min(left, seconds / 4)))[0]:
-                    return True
-                if written != (written := os.fstat(self._results).st_size):
-                    began = clock.spent()
-            return False
-        finally:
-            os.close(ended)
+        while (left := min(began + seconds, most) - clock.spent()) > 0:
+            if select.select([self._ended], [], [], max(SHORTEST_WAIT, min(left, seconds / 4)))[0]:
+                return True
+            if written != (written := os.fstat(self._results.fileno()).st_size):
+                began = clock.spent()
+        return False
 
     def kill(self) -> None:
         """Kill the process group; processes in a pid namespace end with its first process."""
@@ -227,11 +225,10 @@ class _IsolatedProcess:
             self.process.wait()
 
     def results(self) -> str:
-        return os.pread(self._results, 2**20, 0).decode(errors="replace")
+        return os.pread(self._results.fileno(), 2**20, 0).decode(errors="replace")
 
     def printed(self) -> str:
-        self._printed.seek(0)
-        return self._printed.read(4096).decode(errors="replace")
+        return os.pread(self._printed.fileno(), 4096, 0).decode(errors="replace")
 
 
 class Clock:
@@ -274,44 +271,3 @@ def _with_descendants(pids: Iterable[int]) -> Iterator[int]:
         for children in Path(f"/proc/{pid}/task").glob("*/children"):
             with contextlib.suppress(OSError):  # it has ended
                 yield from _with_descendants(map(int, children.read_text().split()))
-
-
-@contextlib.contextmanager
-def _process(
-    backend: Backend, limits: Limits, connection: socket.socket, task: dict[str, Any], enter: Sequence[str]
-) -> Iterator[_IsolatedProcess]:
-    """Start one of the two processes; it is killed at the end of the block.
-
-    connection: the process's end of the socket. task: for `inside.program` or `inside.tests`. enter: the words before
-    its command.
-    """
-    with contextlib.ExitStack() as stack:
-        results, printed = (
-            stack.enter_context(os.fdopen(os.memfd_create(name), "r+b")) for name in ("results", "printed")
-        )
-        status, report = (
-            stack.enter_context(os.fdopen(fd, mode)) for fd, mode in zip(os.pipe(), ("rb", "wb"), strict=True)
-        )
-        inherited = [connection.fileno(), report.fileno(), *([results.fileno()] if "tests" in task else [])]
-        order = {**asdict(limits), **backend.order, **task}
-        order |= {"status": report.fileno(), "connection": connection.fileno(), "results": results.fileno()}
-        python = backend.python
-        command = [*backend.command(limits.disk_mb), python.path, "-s", "-u", *python.options, "-c", START]
-        if not shutil.which(command[0]):
-            raise SandboxError(f"{command[0]} does not start: {os.strerror(errno.ENOENT)}")
-        try:
-            process = subprocess.Popen(
-                [*enter, *command], stdin=subprocess.PIPE, stdout=printed, stderr=printed, env=ENVIRONMENT,
-                pass_fds=inherited, start_new_session=True,
-            )  # fmt: skip
-        except OSError as error:
-            raise SandboxError(f"{command[0]} does not start: {error.strerror}") from error
-        report.close()
-        isolated = _IsolatedProcess(process, status.fileno(), results.fileno(), printed)
-        try:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError), process.stdin:
-                process.stdin.write(encode(order, plain))
-            yield isolated
-        finally:
-            isolated.kill()

@@ -13,7 +13,6 @@ from grpocli.config.user_code import check_exists
 from grpocli.environments.environment import TOOLS_KEY, EnvironmentConfig
 from grpocli.environments.tools import READY
 from grpocli.errors import ConfigError
-from grpocli.rewards.scorer import ErrorLimit
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -48,9 +47,6 @@ class BaseTask:
     rewards: list[str] | None = None
     """Names of the run's rewards that score this task's completions; null: all. The first of them scores evaluations of
     the task."""
-    max_reward_errors: float | None = None
-    """Largest share of this task's samples in a step that may fail to be scored; above it the run stops. 1: no limit;
-    null: counted together with other tasks, by rollout.max_reward_errors."""
     task_name: str | None = None
     """Name of the task if it is the run's only one; null: the name of its choice."""
     order: str = "shuffled"
@@ -94,8 +90,6 @@ class BaseTask:
         require(self, "tools", alone, "a task with environment.name has no tools: give one of the two")
         require(self, "max_tool_calls", self.max_tool_calls >= 1, "must be at least 1")
         require(self, "max_tool_tokens", self.max_tool_tokens >= 1, "must be at least 1")
-        share = self.max_reward_errors
-        require(self, "max_reward_errors", share is None or 0 <= share <= 1, "must be between 0 and 1, or null")
 
     def check_run(self, run: Run) -> None:
         """Require rewards of this run that can measure accuracy, and that its method can play the task."""
@@ -159,13 +153,3 @@ def without_answers(chosen: Any) -> Any:
         return Mixture(**{name: without_answers(task) for name, task in chosen.tasks.items()})
     has_answers = is_dataclass(chosen) and getattr(chosen, "answer_column", None) is not None
     return replace(chosen, answer_column=None) if has_answers else chosen
-
-
-def error_limits_of(run: Run) -> dict[str, ErrorLimit]:
-    """{task: its `max_reward_errors`} of the tasks that set it."""
-    shares = {name: getattr(task, "max_reward_errors", None) for name, task in run.tasks.items()}
-    return {
-        name: ErrorLimit(f"{key_of(run.task, name)}.max_reward_errors", share)
-        for name, share in shares.items()
-        if share is not None
-    }

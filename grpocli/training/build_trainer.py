@@ -28,7 +28,7 @@ from grpocli.rollout.engine import EngineContext, EngineJob, connected
 from grpocli.rollout.sampling import keep_stop_token_ids
 from grpocli.runs.saved_run import SavedRun
 from grpocli.tasks.prompt_source import EpochPrompts, PromptSource, accuracy_rewards_of, doubtful_choices
-from grpocli.tasks.task import error_limits_of, errors_below
+from grpocli.tasks.task import errors_below
 from grpocli.training import checkpoint
 from grpocli.training.accuracy import AccuracyRewards, Evaluator
 from grpocli.training.checkpoint import Checkpointer, restoring
@@ -97,7 +97,7 @@ def build_trainer(
         before_change=lambda: trainer.wait_for_checkpoint(),
     )
     engine = connected(run.engine.resolved(), context)
-    scorer = Scorer(run.reward, run.rollout.max_reward_errors, data.rewards, error_limits_of(run))
+    scorer = Scorer(run.reward, run.rollout.max_reward_errors, data.rewards)
     sampler = Sampler(world, engine, data.tokenizer, scorer, data.environments)
     sampler.episodes.check()
     kind = TargetSampler if run.algorithm.supervised else Sampler

@@ -20,7 +20,7 @@ from grpocli.runs.metrics import to_json
 from grpocli.runs.run_dir import step_of
 from grpocli.tasks.prompt_source import accuracy_reward_of, doubtful_choices
 from grpocli.tasks.prompts import PromptMaker, PromptSet
-from grpocli.tasks.task import columns_of, error_limits_of, errors_below, key_of
+from grpocli.tasks.task import columns_of, errors_below, key_of
 from grpocli.training.accuracy import AccuracyRewards, eval_seeds, question_scores
 from grpocli.types import Group, Prompt, Sampling
 from grpocli_tools.evaluation.significance import Estimate
@@ -164,7 +164,7 @@ class Evaluation:
         tasks = run.tasks.items()
         environments = {name: found for name, task in tasks if (found := loaded_environment_of(task))}
         of_tasks = {one.task: [one.accuracy_reward] for one in problems}
-        scorer = Scorer(run.reward, run.rollout.max_reward_errors, of_tasks, error_limits_of(run))
+        scorer = Scorer(run.reward, run.rollout.max_reward_errors, of_tasks)
         return Sampler(world, engine, tokenizer, scorer, environments)
 
     def _evaluate(self, name: str, version: int, sampler: Sampler, problems: Sequence[Problems]) -> ModelResult:

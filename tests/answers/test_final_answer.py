@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from grpocli.answers.final_answer import answer_expression, final_answer
-from grpocli.library_environments.reasoning_gym import ReasoningGymReward
 from grpocli.rewards.math import Math
 from grpocli.rewards.text_match import ExactMatch, Number
 
@@ -72,7 +71,3 @@ def test_every_reward_finds_the_same_answer(sample) -> None:
             assert reward.votes([sample(text), sample("5")])[0] == reward.votes([sample("5")])[0]
     finally:
         math.close()
-
-
-def test_every_reward_ignores_the_thinking_part(sample) -> None:
-    assert ReasoningGymReward().answer("<think><answer>7</answer></think><answer>5</answer>") == "5"

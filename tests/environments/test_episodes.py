@@ -245,7 +245,7 @@ def test_an_environment_gets_only_the_variables_that_it_names(monkeypatch: pytes
         check_environment("game", environment, {"how": "fine"})
     monkeypatch.setenv("SEARCH_KEY", "secret")
     check_environment("game", environment, {"how": "SEARCH_KEY"})
-    with pytest.raises(ConfigError, match=r"KeyError: 'SEARCH_KEY'.*; .* task\.environment\.env=\[SEARCH_KEY\]$"):
+    with pytest.raises(ConfigError, match="KeyError: 'SEARCH_KEY'"):
         check_environment("game", replace(environment, env=[]), {"how": "SEARCH_KEY"})
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import textwrap
 
 import pytest
 
@@ -48,7 +47,6 @@ def test_programs_are_right_wrong_or_cannot_be_scored(reward):
 
 
 SUBTRACT = ADD.replace("+", "-")
-HELPER = "```python\nimport operator as own\n\ndef plus(a, b):\n    return own.add(a, b)\n```\n"
 SCRIPT = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
 METHOD = "```python\nclass Solution:\n    def add(self, a, b):\n        return a + b\n```"
 CHECK = "def check(candidate):\n    assert candidate(5, 2) == 7\n"
@@ -127,7 +125,6 @@ def test_five():
         pytest.param(
             METHOD, [{"input": "a = 5, b = 2", "output": "7"}], {"entry_point": "Solution().add"}, id="LeetCodeDataset"
         ),
-        pytest.param(ADD, "Examples:\n>>> add(5, 2)\n7\n\n>>> add(1,\n...     2)\n3\n", {}, id="doctest"),
         pytest.param(ADD, f"Tests:\n\n```python\n{TESTS[0]}\n```", {}, id="fence"),
         pytest.param(SCRIPT, f"```json\n{json.dumps(CONTEST)}\n```", {}, id="fence of JSON"),
         pytest.param(ADD, f"import pytest\n{PYTEST}", {}, id="KodCode"),
@@ -136,11 +133,7 @@ def test_five():
         ),
         pytest.param(ADD, f"from solution import *\n{TESTS[0]}", {}, id="import *"),
         pytest.param(ADD, "from solution import add as plus\nassert plus(5, 2) == 7", {}, id="import as"),
-        pytest.param(ADD, "import solution as own\nassert own.add(5, 2) == 7", {}, id="import solution"),
         pytest.param(ADD, "for given, wanted in zip([[5, 2]], [7]):\n    assert add(*given) == wanted", {}, id="MBPP+"),
-        pytest.param(
-            f"{ADD}\n```\nresult = 7\n```", "result = add(5, 2)\nassert result == 7", {}, id="variable of the tests"
-        ),
         pytest.param(
             f"{ADD}\n```python\nclass Node: pass\n```",
             ["class Node:\n    x = 5", "assert add(Node.x, 2) == 7"],
@@ -148,25 +141,11 @@ def test_five():
             id="class of the tests",
         ),
         pytest.param(
-            f"{ADD}\n```python\nten = 10\n```",
-            "assert add(ten, 2) == 12",
-            {"setup": "ten = 10"},
-            id="name of the setup",
-        ),
-        pytest.param(
-            f"{ADD}\n```python\nprint(3)\n```",
-            "from solution import add\nadd = [add][0]\nassert add(5, 2) == 7",
-            {},
-            id="name of the program and the tests",
-        ),
-        pytest.param(ADD, "assert add(5, 5)", {}, id="true"),
-        pytest.param(
             "```python\ndef add(given):\n    a, b = given\n    given[:] = [a + b]\n```",
             "given = [5, 2]\nadd(given)\nassert given == [7]",
             {},
             id="in place",
         ),
-        pytest.param(ADD, "assert add(2, 5) > 0", {}, id="above 0"),
         pytest.param(
             "```python\ndef add(text, a=0):\n    b = len(text)\n    return a + b\n```",
             [
@@ -187,20 +166,15 @@ def test_published_forms_of_tests_tell_right_programs_from_wrong_and_empty_ones(
 @pytest.mark.parametrize(
     ("tests", "reason"),
     [
-        ('"""add(5, 2) is 7"""', "cannot fail"),
         ("# add(5, 2) == 7", "cannot fail"),
         (["import math", "pass"], "cannot fail"),
         ("[]", "cannot fail"),
-        ("print(add(5, 2) == 7)", "cannot fail"),
-        ("assert (add(5, 2) == 7, 'wrong')", "cannot fail"),
-        ("try:\n    assert add(5, 2) == 7\nexcept Exception:\n    pass", "cannot fail"),
         (CHECK, "needs the column entry_point"),
         (FUNCTIONAL, "needs? the column entry_point|give the example the column entry_point"),
         (f"{PYTEST}\nclass TestAdd:\n    def test_add(self, pair):\n        assert add(*pair)", "class of pytest"),
         ("class TestAdd:\n    def add(self):\n        assert add(5, 2) == 7", "cannot fail"),
         ("```python\n# add(5, 2) == 7\n```", "cannot fail"),
         ('{"test_cases": []}', "cannot fail"),
-        (">>> x = add(5, 2)", "not Python"),
         ("It adds.", "not Python"),
         ([{"input": [5, 2], "output": 7}], "give the example the column entry_point"),
         ({"inputs": ["1 2"], "outputs": []}, "other outputs than one for each"),
@@ -229,16 +203,6 @@ def test_a_script_runs_anew_for_each_input(reward):
     tests = [{"input": "1 2", "output": "1"}]
     assert reward([sample(ends.format(code=code), tests=tests) for code in (0, 1)]) == [1, 0]
     assert "it printed '2" in reward.explain(sample("print(2)", tests=tests))
-
-
-def test_tests_that_test_nothing_do_not_count_in_a_share():
-    reward = CodeReward(partial=True, timeout=3)
-    try:
-        assert reward([sample(ADD.replace("+", "*"), tests=["import math", *TESTS])]) == [0.5]
-        tests = ["assert add(7, 0)", "assert not add(4, -4)", "import math"]
-        assert reward([sample(PLAIN.replace("a + b", same), tests=tests) for same in ("False", "True")]) == [0.5, 0.5]
-    finally:
-        reward.close()
 
 
 @pytest.mark.parametrize(
@@ -272,9 +236,6 @@ def test_the_program_may_stand_in_an_answer_tag(reward, text):
         (f"1. **Code:** ```\n{PLAIN.replace('    ', '  ')}```\n```\n3\n```", ""),
         (f"I write in ``` fences\nand use ```add``` once\n{ADD}", ""),
         (f"```python\n{PLAIN[:-1]}```\nUsage:\n```\nadd(1, 2)```\n", ""),
-        (f"```python\n[BEGIN]\n{PLAIN}[DONE]\n```", ""),
-        (f"```\n\\begin{{code}}\n{PLAIN}\\end{{code}}\n```", ""),
-        (f"```python\n{textwrap.indent(PLAIN, '    ')}```", ""),
         ("```python\n    return a + b\n```", "def add(a, b):\n"),
         (f'```python\nmark = \'```\'\nfence = """Use: ```\n"""\n{PLAIN}```', ""),
         (f"```python\n{PLAIN}```<|im_end|>", ""),
@@ -283,19 +244,10 @@ def test_the_program_may_stand_in_an_answer_tag(reward, text):
         (f"````{{.python}}\n{PLAIN}````", ""),
         ("- Code:\n  ```python\n  def add(a, b):\n      return a + b\n  ```\n- Done", ""),
         (f"```cpp\n{PLAIN}```", ""),  # the only block
-        (f"[PYTHON]\n{PLAIN}[/PYTHON]\nThat is it.", ""),
-        (f"The code:\n\\begin{{code}}\n{PLAIN}\\end{{code}}", ""),
         (f"{PLAIN}\\end{{code}}", ""),
         (f"{PLAIN}```", ""),
-        (f"<code>\n{PLAIN}</code>", ""),
         ("> ```python\n> def add(a, b):\n>\n>     return a + b\n> ```", ""),
-        ('- ```python\n  text = """\na"""\n  def add(a, b):\n      return a + b\n  ```', ""),
         ("- ```python\n  def add(a, b):\n      return a + b\n  ```", ""),
-        (f"Here is it:\n\n{PLAIN}\nThis adds them.", ""),
-        ("Sure.\n\nimport operator\n\ndef add(a, b):\n    return operator.add(a, b)\nThat is it.", ""),
-        (f"{HELPER}And:\n```python\ndef add(a, b):\n    return plus(a, b)\n```", ""),
-        (f"```python\ndef add(a, b):\n    return plus(a, b)\n```\n{HELPER}", ""),
-        (f"```python\nprint(undefined)\ninput = 1\n```\n{ADD}\n```python\na = int(input())\nprint(add(a, 1))\n```", ""),
     ],
 )
 def test_the_program_is_found_in_a_completion(reward, text, before):
@@ -319,8 +271,6 @@ def test_partial_scores_count_passed_tests():
     reward = CodeReward(partial=True, right=2.0, wrong=-1.0, timeout=3)
     try:
         assert reward([sample(ADD.replace("+", "*")), sample(ADD), sample("")]) == [0.5, 2.0, -1.0]
-        ends = "import os\ndef add(a, b):\n    return a + b if a == b else os._exit(0)"
-        assert reward([sample(ends)]) == [0.5]
     finally:
         reward.close()
 
@@ -330,11 +280,6 @@ def test_columns_may_surround_the_program(reward):
     assert reward([sample("    return a + b\n", **given)]) == [1]
     own = {"answer": "def max(a):\n    return 7", "tests": "assert max([]) == 7"}
     assert reward([sample("def max(a):\n    return 7", **own)]) == [1]
-
-
-def test_the_explanation_has_the_error_and_the_output(reward):
-    assert "AssertionError" in reward.explain(sample(ADD.replace("+", "*")))
-    assert "printed 'hello'" in reward.explain(sample("print('hello')"))
 
 
 def test_another_interpreters_packages_can_be_imported():
@@ -375,16 +320,3 @@ def test_a_machine_without_isolation_is_refused(monkeypatch):
     finally:
         reward.close()
         code.working_backend.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("timeout", 0), ("memory_mb", 8), ("processes", -1), ("disk_mb", 0), ("workers", -1)]
-)
-def test_invalid_values_are_refused(field, value):
-    with pytest.raises(ConfigError, match=rf"reward.code.{field}={value}: "):
-        CodeReward(**{field: value})
-
-
-def test_a_missing_column_is_reported():
-    with pytest.raises(ConfigError, match=r"reward.code.answer_column=tests: .*columns answer"):
-        CodeReward().check(["answer"])

@@ -169,19 +169,6 @@ def test_requests_are_concurrent_up_to_the_limit(endpoint: Endpoint) -> None:
     assert 1 < endpoint.most <= 5
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"base_url": "localhost:8000"}, r"reward\.judge\.base_url=localhost:8000: must be a URL"),
-        ({"pattern": "score"}, r"reward\.judge\.pattern=score: needs a group"),
-        ({"low": 1.0}, r"reward\.judge\.high=1\.0: must be above reward\.judge\.low=1\.0"),
-    ],
-)
-def test_invalid_settings_are_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        Judge(**{"base_url": "http://127.0.0.1:1/v1", "model": "m"} | settings)
-
-
 def test_the_judge_is_checked_before_training(endpoint: Endpoint) -> None:
     judge(endpoint).check(["answer"])
     with pytest.raises(ConfigError, match=r"uses {answer}, but the task has no such column; did you mean \"answers\""):

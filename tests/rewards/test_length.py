@@ -58,8 +58,6 @@ def test_length_penalty_is_prime_rls_term_of_output_tokens() -> None:
         right = [float(random_.random() < 0.6) for _ in range(size)]
         mean, most = sum(right) / size, max(1, *lengths, 1)
         assert scored(LengthPenalty(), lengths, right) == pytest.approx([-mean * n / most for n in lengths], abs=1e-15)
-        gated = [-mean * n / most * one for n, one in zip(lengths, right, strict=True)]
-        assert scored(LengthPenalty(only_right=True), lengths, right) == pytest.approx(gated, abs=1e-15)
     assert LengthPenalty().weight == 0.25
     assert [math.copysign(1, score) for score in scored(LengthPenalty(), [3, 4], [0.0, 0.0])] == [1.0, 1.0]
 
@@ -71,7 +69,7 @@ def test_kimi_length_is_the_papers_formula() -> None:
     assert scored(KimiLength(), [5, 5, 5], right[:3]) == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("reward", [LengthPenalty(), LengthPenalty(only_right=True), KimiLength()])
+@pytest.mark.parametrize("reward", [LengthPenalty(), KimiLength()])
 def test_a_completion_without_a_known_accuracy_gets_no_score_and_changes_no_other(reward: GroupLength) -> None:
     alone = scored(reward, [10, 20, 30], [1.0, 0.0, 1.0])
     assert scored(reward, [10, 99, 20, 30], [1.0, None, 0.0, 1.0]) == [alone[0], None, *alone[1:]]

@@ -134,11 +134,6 @@ def test_scores_of_plain_data(reward, sample, name: str, scores: list[float | No
     assert call(made, given) == scores
 
 
-def test_conversations_are_lists_of_messages(reward, sample) -> None:
-    given = [sample("Well, 4", chat=True), sample("4", chat=True)]
-    assert reward("starts_well", process=False)(given) == [1.0, 0.0]
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "process", "said"),

@@ -6,13 +6,12 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 
 from grpocli.errors import RewardError
 from grpocli.rewards.reward import BaseReward, Failure, Forfeit, Sample, Score
-from grpocli.rewards.scorer import ErrorLimit, RewardStats, Scorer, ScoreStats
+from grpocli.rewards.scorer import RewardStats, Scorer, ScoreStats
 from grpocli.rewards.worker_pool import PoolClosed
 from grpocli.types import Completion, Prompt, Rollout
 
@@ -97,15 +96,6 @@ def test_stats_add_up_over_rounds_and_processes() -> None:
     assert ScoreStats().add_round(one) == one
 
 
-def test_an_exception_fails_every_sample_and_is_named() -> None:
-    def broken(sample: Sample) -> Score:
-        raise KeyError("task")
-
-    scorer = Scorer({"r": Scripted(broken)}, 0.1)
-    with pytest.raises(RewardError, match=r"could not score 2 of 2 .* it raised KeyError: 'task'"):
-        scorer.check_errors(scorer.score(rollouts("a", "b"), 10)[1])
-
-
 def test_a_pool_that_closes_at_the_end_of_a_run_is_not_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     def closed(sample: Sample) -> Score:
         raise PoolClosed("math was ended while it scored")
@@ -115,13 +105,6 @@ def test_a_pool_that_closes_at_the_end_of_a_run_is_not_a_failure(caplog: pytest.
     assert not caplog.records
 
 
-def test_a_process_without_samples_scores_nothing() -> None:
-    scorer = Scorer({"r": Scripted(lambda s: 1.0)}, 0.0)
-    results, stats = scorer.score([], 10)
-    assert results == []
-    scorer.check_errors(stats)
-
-
 def test_a_completion_of_a_conversation_is_a_message_of_the_assistant() -> None:
     (plain,) = rollouts("Hi")
     (chat,) = rollouts("Hi", prompt=[{"role": "user", "content": "Hello"}])
@@ -129,40 +112,3 @@ def test_a_completion_of_a_conversation_is_a_message_of_the_assistant() -> None:
     sample = Sample.of(chat, 10)
     assert sample.completion == [{"role": "assistant", "content": "Hi"}]
     assert (sample.text, sample.n_tokens, sample.max_tokens, sample.columns) == ("Hi", 2, 10, {"answer": "a"})
-
-
-def test_close_closes_all_rewards() -> None:
-    rewards = {"a": Scripted(lambda s: 1.0), "b": Scripted(lambda s: 1.0)}
-    Scorer(dict(rewards), 0.0).close()
-    assert [r.closed for r in rewards.values()] == [[True], [True]]  # type: ignore[attr-defined]
-
-
-def test_a_task_with_its_own_error_limit_is_checked_alone() -> None:
-    def of(task: str, *texts: str) -> list[Rollout]:
-        return [replace(one, prompt=Prompt("0", [1], "Why?", {"task_name": task})) for one in rollouts(*texts)]
-
-    reward = Scripted(lambda s: Failure("lost") if s.text == "bad" else 0.0)
-    samples = [*of("good", "a", "b"), *of("odd", "bad", "bad")]
-    tolerant = Scorer({"r": reward}, 0.1, limits={"odd": ErrorLimit("task.odd.max_reward_errors", 1.0)})
-    _, stats = tolerant.score(samples, 10)
-    tolerant.check_errors(stats)
-    assert (stats.errors_of("good"), stats.errors_of("odd"), stats.metrics["rewards/r/errors"]) == (0, 2, 2.0)
-    (said,) = tolerant.warnings(stats).values()
-    assert said == (
-        "reward.r (Scripted) could not score 2 of 2 samples of task odd, which task.odd.max_reward_errors=1 allows: "
-        "lost; the first was the completion 'bad' of 'Why?' (task odd)"
-    )
-    with pytest.raises(RewardError, match=r"2 of 4 samples, more than rollout\.max_reward_errors=0\.1 .* \(task odd\)"):
-        Scorer({"r": reward}, 0.1).check_errors(stats)
-    strict = Scorer({"r": reward}, 1.0, limits={"odd": ErrorLimit("task.odd.max_reward_errors", 0.5)})
-    with pytest.raises(RewardError, match=r"2 of 2 samples, more than task\.odd\.max_reward_errors=0\.5 allows"):
-        strict.check_errors(stats)
-    strict.check_errors(stats, expected=8)  # the whole step has four samples of the task
-
-
-def test_other_tasks_are_checked_against_the_limit_of_the_run() -> None:
-    limits = {"": ErrorLimit("task.odd.max_reward_errors", 1.0)}
-    bad = [replace(one, prompt=Prompt("0", [1], "?", {"task_name": "good"})) for one in rollouts("bad")]
-    scorer = Scorer({"r": Scripted(lambda s: Failure("lost"))}, 0.5, limits=limits)
-    with pytest.raises(RewardError, match=r"1 of 1 samples, more than rollout\.max_reward_errors=0\.5"):
-        scorer.check_errors(scorer.score([*rollouts("bad", "bad"), *bad], 10)[1])

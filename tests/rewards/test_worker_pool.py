@@ -64,13 +64,6 @@ def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         pool.close()
 
 
-def test_math_compares_values(math: Math, sample) -> None:
-    solution = r"Since $20n$ leaves 5, $n = 26$, and there are $\boxed{890}$ of them, as $1000 > 890$."
-    table = [(r"so the answer is \boxed{42}.", "42", 1.0), (r"\boxed{42}, no: \boxed{7}", 42, 0.0), ("", "42", 0.0)]
-    table += [(r"\boxed{890}", solution, 1.0), (r"\boxed{1000}", solution, 0.0)]
-    assert math([sample(text, answer=answer) for text, answer, _ in table]) == [score for _, _, score in table]
-
-
 def test_an_empty_or_missing_reference_is_a_failure(math: Math, sample) -> None:
     answers = [{"answer": "1"}, {"answer": "\\boxed{}"}, {}, {"answer": "no solution"}, {"answer": "???"}]
     good, empty, missing, text, marks = math([sample("1", **answer) for answer in answers])
@@ -79,17 +72,6 @@ def test_an_empty_or_missing_reference_is_a_failure(math: Math, sample) -> None:
     assert "boxed" in empty.reason
     assert isinstance(missing, Failure)
     assert "'answer'" in missing.reason
-
-
-def test_workers_outlive_the_thread_of_the_first_call(probes) -> None:
-    pool = probes(workers=1)
-    first: list[float] = []
-    thread = threading.Thread(target=lambda: first.extend(pool.map(["pid"])))
-    thread.start()
-    thread.join()
-    with pytest.raises(subprocess.TimeoutExpired):
-        pool._workers[0].process.wait(1)
-    assert pool.map(["pid"]) == first
 
 
 def test_a_completion_that_takes_too_long_is_wrong_and_a_reference_that_does_is_a_failure(sample) -> None:
@@ -145,27 +127,6 @@ def test_a_slow_answer_is_computed_once_for_a_majority(sample, monkeypatch: pyte
     texts = [r"\boxed{1!}", r"\boxed{2!}", r"\boxed{3!}", r"\boxed{x}", r"\boxed{y}"]
     assert Math(workers=1).votes([sample(text) for text in texts]) == ["1!", "2!", "3!", "x", "y"]
     assert [sum(text in str(item) for item in asked) for text in ("1!", "2!", "3!")] == [1, 1, 1]
-
-
-def test_check_starts_the_workers_without_waiting(sample) -> None:
-    reward = Math(workers=1, timeout=19)
-    try:
-        start = time.monotonic()
-        reward.check(["answer"])
-        assert time.monotonic() - start < 1
-        assert len(reward._pool()._workers) == 1
-        assert reward([sample("1", answer="1")]) == [1.0]
-    finally:
-        reward.close()
-
-
-def test_format_matches_the_whole_text(sample) -> None:
-    reward = Format()
-    try:
-        texts = ["<think>a\nb</think>\n<answer>7</answer>\n", "<think>a</think><answer>7</answer> Bye", "7"]
-        assert reward([sample(text) for text in texts]) == [1.0, 0.0, 0.0]
-    finally:
-        reward.close()
 
 
 def test_a_completion_with_endless_backtracking_does_not_match(sample) -> None:

@@ -135,11 +135,6 @@ def fill(folder):
     assert sandbox(program, *tests).passed == [True] * 7
 
 
-def test_unnamed_files_are_refused(sandbox):
-    program = "import os\ndef f():\n    return os.memfd_create('x')\n"
-    assert "PermissionError" in sandbox(program, "f()").error
-
-
 def test_endless_output_is_cut(sandbox):
     result = sandbox("while True: print('x' * 1000)", TEST)
     assert result.passed == [False]
@@ -199,7 +194,13 @@ def test_sockets_are_refused(sandbox, kind):
 
 
 @pytest.mark.parametrize(
-    "call", ["unshare(0x10000000)", "mount(b'tmpfs', b'/tmp', b'tmpfs', 0, None)", "shmget(0, 4096, 0o1777)"]
+    "call",
+    [
+        "unshare(0x10000000)",
+        "mount(b'tmpfs', b'/tmp', b'tmpfs', 0, None)",
+        "shmget(0, 4096, 0o1777)",
+        "memfd_create(b'x', 0)",
+    ],
 )
 def test_dangerous_system_calls_are_refused(sandbox, call):
     program = f"import ctypes\ndef call():\n    return ctypes.CDLL(None, use_errno=True).{call}\n"
@@ -275,9 +276,9 @@ def test_helper_functions_of_the_tests_are_the_references(sandbox):
     before = "def error(x):\n    return abs(x - 42)\n\n"
     program = "def error(x): return 0\ndef answer(): return 0"
     check = "def check(f):\n    assert error(f()) == 0\n\ncheck(answer)"
-    given = {"before": before, "reference": RIGHT, "entry_point": "answer"}
-    assert sandbox(program, check, **given).passed == [False]
-    assert sandbox(RIGHT, check, **given).passed == [True]
+    given = {"reference": before + RIGHT, "entry_point": "answer"}
+    assert sandbox(before + program, check, **given).passed == [False]
+    assert sandbox(before + RIGHT, check, **given).passed == [True]
 
 
 def test_a_program_cannot_send_builtins(sandbox):
@@ -305,8 +306,7 @@ for module in list(sys.modules.values()):
 @pytest.mark.parametrize("program", ["", "x = 1", "del answer", "answer: int"])
 def test_the_reference_is_not_tested_in_place_of_the_program(sandbox, program):
     before = 'def answer():\n    """42."""\n'
-    given = {"before": before, "reference": "    return 42\n", "entry_point": "answer"}
-    assert sandbox(program, TEST, **given).passed == [False]
+    assert sandbox(before + program, TEST, reference=f"{before}    return 42\n", entry_point="answer").passed == [False]
     assert sandbox(program, TEST, reference=RIGHT, entry_point="answer").passed == [False]
 
 
@@ -314,10 +314,6 @@ def test_a_program_cannot_end_a_loop_of_the_tests(sandbox):
     program = "def f(x): raise StopIteration"
     result = sandbox(program, "for x, y in zip(map(f, [1, 2]), [1, 2]):\n    assert x == y")
     assert result.passed == [False]
-
-
-def test_a_right_program_passes(sandbox):
-    assert sandbox(RIGHT, TEST).passed == [True]
 
 
 def test_a_missing_backend_is_not_replaced_by_no_isolation(monkeypatch):
@@ -339,12 +335,5 @@ def test_a_sandbox_that_does_not_start_raises_an_error(backend, sandbox):
     with pytest.raises(SandboxError, match="ended at once"):
         sandbox(RIGHT, TEST)
     sandbox.backend = Backend("missing", interpreter(None), lambda _: ["/no/such/program"], order)
-    with pytest.raises(SandboxError, match="/no/such/program does not start"):
-        sandbox(RIGHT, TEST)
-
-
-def test_the_error_has_the_output_of_a_failed_start(sandbox):
-    refuse = ["/bin/sh", "-c", 'echo "no namespaces here" >&2; exit 1', "--"]
-    sandbox.backend = Backend("refused", interpreter(None), lambda _: refuse, sandbox.backend.order)
-    with pytest.raises(SandboxError, match="no namespaces here"):
+    with pytest.raises(SandboxError, match="/no/such/program"):
         sandbox(RIGHT, TEST)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from grpocli.sandbox import cgroup
-from grpocli.sandbox.sandbox import SandboxError, Submission, run
+from grpocli.sandbox.sandbox import SandboxError
 
 pytestmark = pytest.mark.processes
 
@@ -35,13 +35,6 @@ def test_plain_values_survive_a_round_trip(sandbox, value):
     program = "def same(x):\n    return x\n"
     kind = "dict" if "Counter" in value else "type(x)"
     assert sandbox(program, f"x = {value}\nassert same(x) == x\nassert type(same(x)) is {kind}").passed == [True]
-
-
-def test_a_different_value_is_wrong(sandbox):
-    assert sandbox("def f():\n    return (1, 2)", "assert f() == [1, 2]", "assert f() == (1, 2)").passed == [
-        False,
-        True,
-    ]
 
 
 def test_objects_of_the_programs_classes_work_in_the_tests(sandbox):
@@ -105,11 +98,6 @@ def test_a_broken_example_raises_an_error(sandbox, given, reason):
         sandbox(ADD, "assert add(1, 1) = 2")
 
 
-def test_tests_may_use_keyword_arguments(sandbox):
-    program = "def f(what, self=1, function=2):\n    return (what, self, function)\n"
-    assert sandbox(program, "assert f(what=3, self=4, function=5) == (3, 4, 5)").passed == [True]
-
-
 def test_tests_see_the_arguments_that_a_function_without_a_result_changes(sandbox):
     program = """
 class Node: pass
@@ -165,10 +153,6 @@ def test_a_broken_program_fails_its_tests(sandbox, program, reason):
     result = sandbox(program, "assert add(1, 2) == 3")
     assert result.passed == [False]
     assert reason in result.error
-
-
-def test_the_output_of_a_program_is_kept(sandbox):
-    assert sandbox("print('hello')\n" + ADD, "assert add(1, 2) == 3").printed == "hello\n"
 
 
 SPIN = """
@@ -251,19 +235,8 @@ def test_each_input_of_a_script_has_the_time_limit(sandbox):
     assert (result.passed, result.error) == ([True, False, False], "it took longer than 1 s")
 
 
-def test_tests_after_one_that_hangs_or_ends_the_program_count(sandbox):
-    program = """
-import os
-def f(n):
-    if n == 1: os._exit(1)
-    while n == 2: pass
-    return n
-"""
-    sandbox.limits = replace(sandbox.limits, timeout=1)
-    tests = [f"assert f({n}) == {n}" for n in (0, 1, 3, 2, 4)]
-    result = run(Submission(program, tests), sandbox.limits, sandbox.backend, all_tests=True)
-    assert result.passed == [True, False, True, False, True]
+def test_tests_after_one_that_ends_the_program_fail(sandbox):
+    program = "import os\ndef f(n):\n    if n == 1: os._exit(1)\n    return n\n"
+    result = sandbox(program, *(f"assert f({n}) == {n}" for n in (0, 1, 2)))
+    assert result.passed == [True, False, False]
     assert result.error.startswith("Closed: the program gave no answer")
-    assert (
-        run(Submission(program, tests[3:] * 9), sandbox.limits, sandbox.backend, all_tests=True).passed.count(True) == 1
-    )

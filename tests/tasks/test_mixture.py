@@ -13,9 +13,8 @@ from grpocli.composition.compose import build_run, compose
 from grpocli.composition.hydra_sources import conf_dir
 from grpocli.composition.overrides import expand_task_lists
 from grpocli.errors import ConfigError
-from grpocli.rewards.scorer import ErrorLimit
 from grpocli.tasks.prompt_source import PromptSource
-from grpocli.tasks.task import error_limits_of, errors_below
+from grpocli.tasks.task import errors_below
 
 
 def write(path: Path, texts: list[str]) -> Path:
@@ -64,16 +63,6 @@ def test_bad_mixtures_are_refused(given: list[str], key: str) -> None:
     with pytest.raises(ConfigError) as refused:
         run_of(*given)
     assert refused.value.key in (key, "")
-
-
-@pytest.mark.slow
-def test_the_error_limit_of_a_task_names_its_key() -> None:
-    assert error_limits_of(run_of("task=[arithmetic,gsm8k]", "task.gsm8k.max_reward_errors=0.5")) == {
-        "gsm8k": ErrorLimit("task.gsm8k.max_reward_errors", 0.5)
-    }
-    assert str(error_limits_of(run_of("task.max_reward_errors=1"))["arithmetic"]) == "task.max_reward_errors=1"
-    with pytest.raises(ConfigError, match=r"task\.gsm8k\.max_reward_errors=2\.0: must be between 0 and 1, or null"):
-        run_of("task=[arithmetic,gsm8k]", "task.gsm8k.max_reward_errors=2")
 
 
 def two_tasks(tmp_path: Path, *overrides: str) -> Any:

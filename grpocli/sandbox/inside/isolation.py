@@ -174,17 +174,9 @@ def _show(what: str, path: str) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
     _mount(old, path, None, BIND | RECURSIVE)
     if path not in DEVICES:
-        _make_read_only(old, path)
-
-
-def _make_read_only(old: str, path: str) -> None:
-    wanted = struct.pack("QQQQ", READ_ONLY | NO_SETUID | NO_DEVICES, 0, 0, 0)
-    if libc.syscall(MOUNT_SETATTR, -100, path.encode(), AT_RECURSIVE, wanted, len(wanted)) == 0:
-        return
-    # before Linux 5.12 only one mount at a time, without the mounts below it
-    _checked(libc.umount2(path.encode(), DETACH), f"umount {path}")
-    _mount(old, path, None, BIND)
-    _mount(None, path, None, REMOUNT | BIND | READ_ONLY | NO_SETUID | NO_DEVICES | os.statvfs(path).f_flag & 0x40E)
+        wanted = struct.pack("QQQQ", READ_ONLY | NO_SETUID | NO_DEVICES, 0, 0, 0)
+        result = libc.syscall(MOUNT_SETATTR, -100, path.encode(), AT_RECURSIVE, wanted, len(wanted))
+        _checked(result, f"read-only mount of {path}")  # needs Linux 5.12
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str = "") -> None:

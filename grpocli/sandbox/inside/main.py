@@ -33,5 +33,5 @@ def main() -> None:
         reference, entry_point = order["reference"], order["entry_point"]
         tests.run(connection, reference, entry_point, order["setup"], order["tests"], order["results"])
     else:
-        program.serve(connection, order["text"], order["before"], order["whole"])
+        program.serve(connection, order["program"])
     os._exit(0)  # without waiting for threads and exit handlers of the program

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 
-from .protocol import Closed, Connection, decode, encode
+from .protocol import Connection, decode, encode
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -17,9 +17,8 @@ __import__("builtins").exit = __import__("builtins").quit = __import__("sys").ex
 exec(compile(__import__("sys").argv.pop(), "<program>", "exec"))
 """
 """Executes its argument as a script. Python without `site` lacks exit and quit."""
-FIRST_WORDS = ("def ", "class ", "import ", "from ", "async def ", "@")
 LONGEST_LIST = 100_000
-MODULE = type(sys)
+MODULE, END = type(sys), object()
 
 
 class ObjectTable:
@@ -37,38 +36,20 @@ class ObjectTable:
         return number, type(one).__name__
 
 
-def serve(connection: Connection, text: str, before: str, whole: bool) -> None:
-    """Answer requests until the connection closes: for what the program of a completion defines, prints and does."""
+def serve(connection: Connection, code: str) -> None:
+    """Answer requests until the connection closes: for what the program defines, prints and does."""
     space: dict[str, Any] = {"__name__": "solution"}
     table = ObjectTable()
     operations = OPERATIONS | {
-        "names": lambda: _execute(source(text, before, whole), space),
-        "printed": lambda given: _output(source(text, before, whole), given),
+        "names": lambda: _execute(code, space),
+        "printed": lambda given: _output(code, given),
     }
     while True:
         try:
             message = connection.receive()
-        except Closed:
+        except ConnectionError:
             return
         connection.send(_answer(message, table, operations))
-
-
-def source(text: str, before: str, whole: bool) -> str:
-    """The text if it is `whole`, else its first lines that are Python, as many as there are; with the code before it.
-
-    Where the text begins otherwise, they begin with an import, a function or a class.
-    """
-    lines = [] if whole else text.split("\n")
-    for first, line in enumerate(lines):
-        for n in range(len(lines), first, -1) if first == 0 or line.startswith(FIRST_WORDS) else ():
-            found = "\n".join(lines[first:n])
-            try:
-                compile(before + found, "<program>", "exec", dont_inherit=True)
-            except (SyntaxError, ValueError):
-                continue
-            if found.strip():
-                return before + found
-    return before + text
 
 
 def _output(code: str, given: str) -> str:
@@ -117,10 +98,8 @@ def _call(function: Any, /, *arguments: Any, **named: Any) -> tuple[Any, ...]:
 
 def _next(iterator: Any) -> tuple[bool, Any]:
     """Whether the iterator has ended, and its next value."""
-    try:
-        return False, next(iterator)
-    except StopIteration:
-        return True, None
+    value = next(iterator, END)
+    return (True, None) if value is END else (False, value)
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {

@@ -18,7 +18,7 @@ DEEPEST = 200
 """Levels of nested containers."""
 
 
-class Closed(Exception):
+class Closed(ConnectionError):
     """The other end has closed the connection or sent something else than a message."""
 
 
@@ -62,13 +62,7 @@ SCALARS: tuple[tuple[type, bytes, Callable[[Any], bytes]], ...] = (
     (bytearray, b"y", bytes),
     (complex, b"c", lambda value: f"{value.real.hex()} {value.imag.hex()}".encode()),
 )
-CONTAINERS: tuple[tuple[type[Any], bytes], ...] = (
-    (list, b"l"),
-    (tuple, b"t"),
-    (set, b"e"),
-    (frozenset, b"z"),
-    (dict, b"d"),
-)
+CONTAINERS = ((list, b"l"), (tuple, b"t"), (set, b"e"), (frozenset, b"z"), (dict, b"d"))
 
 
 def decode(message: bytes, found: Callable[[int, str], Any]) -> Any:
@@ -127,31 +121,23 @@ def nothing(number: int, name: str) -> Any:
 
 
 class Connection:
-    """One end of the connection between the two processes."""
+    """One end of the connection between the two processes. Its methods raise ConnectionError, such as Closed."""
 
     def __init__(self, fd: int) -> None:
         self._in = os.fdopen(fd, "rb")
         self._out = os.fdopen(os.dup(fd), "wb")
 
     def send(self, message: bytes) -> None:
-        """Send a message. Raises Closed."""
-        try:
-            self._out.write(b"%d\n%s" % (len(message), message))
-            self._out.flush()
-        except ConnectionError as error:
-            raise Closed("it has ended") from error
+        self._out.write(b"%d\n%s" % (len(message), message))
+        self._out.flush()
 
     def receive(self) -> bytes:
-        """The next message. Raises Closed."""
-        try:
-            size = self._in.readline(20)
-            if not size.strip().isdigit():
-                raise Closed("it has ended" if not size else "it sent an invalid message")
-            if int(size) > LONGEST:
-                raise Closed("it sent a message that is too long")
-            message = self._in.read(int(size))
-        except ConnectionError as error:
-            raise Closed("it has ended") from error
+        size = self._in.readline(20)
+        if not size.strip().isdigit():
+            raise Closed("it has ended" if not size else "it sent an invalid message")
+        if int(size) > LONGEST:
+            raise Closed("it sent a message that is too long")
+        message = self._in.read(int(size))
         if len(message) < int(size):
             raise Closed("it has ended")
         return message

@@ -88,11 +88,12 @@ class Program:
 
     def ask(self, operation: str, /, *arguments: Any, **named: Any) -> Any:
         """The result of one of `program.OPERATIONS`. Raises the program's exception."""
-        self._connection.send(encode((operation, arguments, named), _number))
+        request = encode((operation, arguments, named), _number)
         try:
+            self._connection.send(request)
             kind, *rest = decode(self._connection.receive(), lambda number, name: Remote(self.ask, number, name))
-        except Closed as closed:
-            raise Closed(f"the program gave no answer: {closed}") from closed
+        except ConnectionError as error:
+            raise Closed(f"the program gave no answer: {error}") from error
         if kind != "value":
             raise _error(*map(str, rest))
         return rest[0]
