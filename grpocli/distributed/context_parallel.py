@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 class ContextParallel:
     """This process as number `rank` of the `size` processes that share a micro-batch.
 
-    It has the tokens rank, rank + size, rank + 2 size ... of a sequence, whose length is a multiple of `size`. So all
-    processes have as many tokens of each row, and as many log-probs to compute, to within two.
+    It has the tokens rank, rank + size, rank + 2 size ... of a sequence, whose length is a multiple of `size`.
     """
 
     def __init__(self, group: ProcessGroup, rank: int, size: int) -> None:
@@ -56,10 +55,14 @@ class ContextParallel:
 
         Heads of keys and values are repeated if there are fewer than processes, or they cannot be dealt out evenly.
         """
-        parts = [self._divisible(state)[0].unflatten(0, (self.size, -1)) for state in states]
+        repeats = [self.size // math.gcd(state.shape[1], self.size) for state in states]
+        parts = [
+            (state if times == 1 else state.repeat_interleave(times, 1))[0].unflatten(0, (self.size, -1))
+            for state, times in zip(states, repeats, strict=True)
+        ]
         # one message for queries, keys and values: [size, L / size, heads / size * D, all three]
         sent = torch.cat([part.transpose(1, 2).flatten(2) for part in parts], 2)
-        line = self._exchanged(sent).transpose(0, 1).flatten(0, 1)
+        line = self._exchange(sent).transpose(0, 1).flatten(0, 1)
         widths = [part.shape[1] * part.shape[3] for part in parts]
         return [
             piece.unflatten(1, (part.shape[1], -1)).transpose(0, 1).unsqueeze(0)
@@ -69,22 +72,14 @@ class ContextParallel:
     def by_tokens(self, output: Tensor) -> Tensor:
         """The output of attention [1, L, heads / size, D] of all tokens -> [1, L / size, heads, D] of own tokens."""
         sent = output[0].unflatten(0, (-1, self.size)).transpose(0, 1)
-        return self._exchanged(sent).transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        return self._exchange(sent).transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of the processes' parts. Its gradient goes to this process's part alone.
-
-        All processes compute the same loss from the sum, so that their gradients add up to that of one loss.
-        """
+        """The sum of the processes' parts. Its gradient goes to this process's part alone, so that they add up."""
         total: Tensor = _Sum.apply(part, self.group)  # type: ignore[no-untyped-call]
         return total
 
-    def _divisible(self, state: Tensor) -> Tensor:
-        """The state [1, heads, ...] with each head repeated as often as `size` processes need."""
-        times = self.size // math.gcd(state.shape[1], self.size)
-        return state if times == 1 else state.repeat_interleave(times, 1)
-
-    def _exchanged(self, sent: Tensor) -> Tensor:
+    def _exchange(self, sent: Tensor) -> Tensor:
         """sent[k] goes to process k; the result[k] comes from process k."""
         received: Tensor = _AllToAll.apply(sent.contiguous(), self.group)  # type: ignore[no-untyped-call]
         return received

@@ -23,14 +23,10 @@ if TYPE_CHECKING:
 
 
 class Fsdp2(Parallel):
-    """torch's `fully_shard` on each decoder layer and on the rest, as in accelerate's FSDP2 plugin.
-
-    It is called directly because accelerate does not support it on a CPU, nor a model without an optimizer, such as the
-    reference. The process group and its device are accelerate's.
+    """torch's `fully_shard` on each decoder layer and on the rest; accelerate's FSDP2 plugin supports no CPU.
 
     Weights are float32 shards; a layer is gathered in its compute dtype, and freed after its forward and its backward.
-    Gradients are summed into float32 shards after every micro-batch: whole gradients would take the memory that
-    sharding saves.
+    Gradients are summed into float32 shards after every micro-batch.
     """
 
     replicated = False
@@ -55,19 +51,15 @@ class Fsdp2(Parallel):
         """Move one layer at a time to the device, broadcast it from the main process and shard it."""
         policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
         for module in [*layers(model), model]:
-            self._receive(module)
+            for tensor in [*module.parameters(), *module.buffers()]:
+                if not isinstance(tensor, DTensor):
+                    tensor.data = tensor.data.to(self.device)
+                    torch.distributed.broadcast(tensor.data, src=0)
             root = module is model  # embeddings and head are used first and last, so they stay gathered in between
             fully_shard(module, mesh=self.mesh, reshard_after_forward=not root, mp_policy=policy)
             module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo cannot average
             module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # losses are summed, not averaged
         return model
-
-    @torch.no_grad()
-    def _receive(self, module: torch.nn.Module) -> None:
-        for tensor in [*module.parameters(), *module.buffers()]:
-            if not isinstance(tensor, DTensor):
-                tensor.data = tensor.data.to(self.device)
-                torch.distributed.broadcast(tensor.data, src=0)
 
     @contextmanager
     def autocast(self, model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
@@ -105,9 +97,9 @@ class Fsdp2(Parallel):
         """This process's rows, split as `fully_shard` does: the same number for each process, the last get fewer."""
         if not isinstance(parameter, DTensor) or not stored.shape:  # a counter
             return stored.whole().to(self.device)
-        rows = parameter.shape[0]
+        rows, rank = parameter.shape[0], self.mesh.get_local_rank()
         each = -(-rows // self.size)
-        start, end = (min(rank * each, rows) for rank in (self.mesh.get_local_rank(), self.mesh.get_local_rank() + 1))
+        start, end = min(rank * each, rows), min((rank + 1) * each, rows)
         return DTensor.from_local(
             stored.rows(start, end).to(self.device),
             parameter.device_mesh,
@@ -142,14 +134,10 @@ def loading_on_local_rank0() -> Iterator[None]:
 
     In the others weights and buffers are undefined until they are broadcast from the main process.
     """
-    before = {name: os.environ.get(name) for name in LOADING}
+    before = {name: os.environ[name] for name in LOADING.keys() & os.environ.keys()}
     os.environ.update(LOADING)
-    try:
-        with nullcontext() if os.environ.get("LOCAL_RANK", "0") == "0" else _Untouched():
-            yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    with nullcontext() if os.environ.get("LOCAL_RANK", "0") == "0" else _Untouched():
+        yield
+    for name in LOADING:
+        del os.environ[name]
+    os.environ.update(before)

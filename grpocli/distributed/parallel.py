@@ -23,11 +23,11 @@ FIRST_SCALE, GOOD_UPDATES = 2.0**16, 400
 class Parallel:
     """The operations that depend on the number of trainer processes; of this class: plain torch in a single process.
 
-    Every method is collective unless it says otherwise. replicated: whether every process has all weights and all
-    optimizer state, so that `gather` and `moments` do not communicate. scaler: of the losses, from `prepare` on.
+    Every method is collective unless it says otherwise.
     """
 
     replicated = True
+    """Whether every process has all weights and optimizer state, so that `gather` and `moments` do not communicate."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -32,7 +32,6 @@ class Processes(Protocol):
 
     def gather_objects(self, items: Sequence[T]) -> list[T]:
         """Every process's items, in rank order. Collective."""
-        ...
 
 
 def write(
@@ -43,11 +42,10 @@ def write(
     dtype: torch.dtype | None = None,
     convert: Convert | None = None,
 ) -> dict[str, str]:
-    """Write `STEM-00001.safetensors` and so on; return the file of each tensor. Collective.
+    """Write `STEM-00001.safetensors` and so on, in turn; return the file of each tensor. Collective.
 
-    The processes take turns in filling files and write them at the same time. tensors: whole tensors, the same in every
-    process; they may be gathered one by one while they are iterated. dtype: for floating-point tensors (None: their
-    own). convert: applied to the tensors of each file, names included.
+    tensors: whole tensors, the same in every process; they may be gathered one by one while they are iterated. dtype:
+    for floating-point tensors (None: their own). convert: applied to the tensors of each file, names included.
     """
     from safetensors.torch import save_file
 
@@ -101,13 +99,11 @@ class StoredTensor:
         return tuple(self.file.get_slice(self.name).get_shape())
 
     def whole(self) -> Tensor:
-        tensor: Tensor = self.file.get_tensor(self.name)
-        return tensor
+        return self.file.get_tensor(self.name)  # type: ignore[no-any-return]
 
     def rows(self, start: int, end: int) -> Tensor:
         """Rows [start, end) of the first dimension."""
-        part: Tensor = self.file.get_slice(self.name)[start:end]
-        return part
+        return self.file.get_slice(self.name)[start:end]  # type: ignore[no-any-return]
 
     def flat(self, start: int, end: int) -> Tensor:
         """Elements [start, end) of the flattened tensor; fewer at its end."""
@@ -120,10 +116,7 @@ class StoredTensor:
 
 @contextmanager
 def reading(index: Path) -> Iterator[dict[str, StoredTensor]]:
-    """Context manager that reads the tensors of an index's files by name.
-
-    Raises ValueError if the index names a file of another folder.
-    """
+    """The tensors of an index's files by name. Raises ValueError if it names a file of another folder."""
     from safetensors import safe_open
 
     files: dict[str, str] = json.loads(index.read_text())["weight_map"]

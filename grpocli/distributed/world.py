@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -27,10 +26,8 @@ T = TypeVar("T")
 class World:
     """This process among `size` processes, on `device`. All processes must make collective calls in the same order.
 
-    A second thread has its own order: it makes its calls in a `channel`. parallel: how processes share models and
-    updates. context_parallel: the processes that share this one's micro-batches; None: it has micro-batches of its own.
-    dp_size: data-parallel size, the number of parts into which the rows of an update are dealt. dp_rank: the number of
-    this process's part, from 0.
+    A second thread has its own order: it makes its calls in a `channel`. `context_parallel` are the processes that
+    share micro-batches. The rows of an update are dealt into `dp_size` parts, of which this one has number `dp_rank`.
     """
 
     def __init__(self, hardware: Hardware, heartbeat: HeartbeatWriter | None = None) -> None:
@@ -68,20 +65,19 @@ class World:
     def channel(self) -> Callable[[], AbstractContextManager[None]]:
         """A channel: blocks in which another thread makes collective calls beside the main thread's. Collective.
 
-        Create the channel in the main thread and enter it in the other one. It has its own process group, on the CPU,
-        which the methods of this class choose by the calling thread.
+        It is created in the main thread, and has its own process group, on the CPU.
         """
         if self.size == 1:
             return nullcontext
-        return partial(self._through, torch.distributed.new_group(backend="gloo", timeout=self.timeout))
+        group = torch.distributed.new_group(backend="gloo", timeout=self.timeout)
 
-    @contextmanager
-    def _through(self, group: torch.distributed.ProcessGroup) -> Iterator[None]:
-        self._thread.group = group
-        try:
+        @contextmanager
+        def channel() -> Iterator[None]:
+            self._thread.group = group
             yield
-        finally:
             del self._thread.group
+
+        return channel
 
     @property
     def _group(self) -> torch.distributed.ProcessGroup | None:

@@ -13,19 +13,17 @@ from typing import Any
 import numpy as np
 
 from grpocli.progress import UNWATCHED, Watch
-from grpocli.rewards.reward import BaseReward, Correctness, Sample
+from grpocli.rewards.reward import BaseReward, Sample
 from grpocli.rollout.sampling import derive_seed
 from grpocli.training.collector import Sampler
-from grpocli.types import Group, Prompt, Rollout, Sampling
+from grpocli.types import Group, Prompt, Sampling
 
 
 def pass_at_k(right: int, samples: int, k: int) -> float:
     """The unbiased estimate of pass@k from n = `samples`, of which c = `right` are right: 1 - C(n - c, k) / C(n, k).
 
-    arXiv 2107.03374, equation 1. Raises ValueError unless 1 <= k <= samples.
+    arXiv 2107.03374, equation 1. 1 <= k <= samples.
     """
-    if not 1 <= k <= samples:
-        raise ValueError(f"pass@{k} of {samples} samples")
     return 1 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
@@ -63,26 +61,10 @@ class AccuracyRewards:
         known = ((group, _known(self.right(group))) for group in groups)
         return {problem_id(group.prompt): mean_or_nan(right) for group, right in known if right}
 
-    def doubts(self, groups: Sequence[Group]) -> dict[str, str]:
-        """Why scores cannot measure accuracy: they are all equal, or of another scale; by reward."""
-        found = {}
-        for name in dict.fromkeys(self.names.values()):
-            of_reward = (one.rewards[name] for group in groups if self.name(group) == name for one in group.rollouts)
-            scores = _known(list(of_reward))
-            if not scores or isinstance(self.rewards[name], Correctness):
-                continue
-            low, high, kinds = min(scores), max(scores), len(set(scores))
-            if kinds == 1 < len(scores) or (kinds > 2 and (low < 0 or high > 1)):
-                found[name] = (
-                    f"reward.{name} scored all {len(scores)} completions of the evaluation between {low:g} and "
-                    f"{high:g}, so it may not measure accuracy (the share of scores of 1 or more); eval.reward=NAME "
-                    "chooses the reward that does"
-                )
-        return found
-
     def majority(self, group: Group, max_tokens: int) -> float:
+        """1 if the most frequent answer of a group is right, else 0; see `majority`."""
         name = self.name(group)
-        known: list[Rollout] = [rollout for rollout in group.rollouts if not math.isnan(rollout.rewards[name])]
+        known = [rollout for rollout in group.rollouts if not math.isnan(rollout.rewards[name])]
         votes = self.rewards[name].votes([Sample.of(rollout, max_tokens) for rollout in known])
         return majority(votes, [rollout.rewards[name] >= 1 for rollout in known])
 
@@ -146,8 +128,6 @@ class Evaluator:
     """Gets the number of completions; it may cancel the evaluation."""
     target_loss: Callable[[], dict[str, Any]] | None = None
     """The loss on the held-out problems' answers, in supervised training. Without rewards it is all there is."""
-    warn: Callable[[Mapping[str, str]], None] = lambda doubts: None
-    """Gets the `doubts` about the accuracy rewards."""
 
     @property
     def samples_answers(self) -> bool:
@@ -168,7 +148,6 @@ class Evaluator:
         untouched = replace(self.sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
         sampled = self._groups(untouched, self.samples, 0)
         greedy = self._groups(replace(untouched, temperature=0.0), 1, self.samples)
-        self.warn(self.accuracy_rewards.doubts([*sampled, *greedy]))
         metrics = self._results("eval", sampled, greedy)
         for task in self.accuracy_rewards.names if len(self.accuracy_rewards.names) > 1 else ():
             own = ([group for group in groups if group.prompt.task == task] for groups in (sampled, greedy))

@@ -11,7 +11,6 @@ import torch
 
 from grpocli.algorithm import Algorithm
 from grpocli.algorithm.kl import has_teacher
-from grpocli.algorithm.objective import Clip
 from grpocli.errors import ConfigError
 from grpocli.models.loading import (
     checkpoint_activations,
@@ -69,10 +68,7 @@ def build_trainer(
     data: PromptSource,
     model: PreTrainedModel | None = None,
 ) -> Trainer:
-    """The trainer of a run. Collective.
-
-    checkpoint_path: the checkpoint to continue from. model: the policy's, on the CPU, if it is loaded already.
-    """
+    """The trainer of a run. model: the policy's, on the CPU, if it is loaded already. Collective."""
     _check_rewards(run, data, recorder)
     state, leftover, ready, updater = _load(run, job, world, data, recorder, checkpoint_path, model)
     policy = updater.policy
@@ -143,11 +139,6 @@ def _hints(run: Run, data: PromptSource, config: Any) -> Iterator[str]:
     room, longest = getattr(config, "max_position_embeddings", None), run.rollout.max_completion_tokens
     if room and longest >= room:
         yield f"rollout.max_completion_tokens={longest}: with its prompt, the model is made for {room}"
-    clip, one_update = run.algorithm.objective, run.train.updates_per_step == 1 and not run.rollout.max_staleness
-    off_policy = run.algorithm.takes_sampler_as_old or getattr(run.algorithm.keep, "surplus", "") == "carry"
-    if one_update and not off_policy and isinstance(clip, Clip) and clip.high > clip.low:
-        hint = "the ratio of a step's only update is 1; train.minibatches=4 makes four"
-        yield f"algorithm.objective.high={clip.high:g} clips nothing: {hint}"
     marks = data.tokenizer.all_special_tokens
     for task, part in zip(data.tasks, run.tasks.values(), strict=True):
         if not (data.tokenizer.chat_template and isinstance(task.train, EpochPrompts)):
@@ -198,10 +189,7 @@ def load_updater(
     progress: Progress,
     model: PreTrainedModel | None = None,
 ) -> Updater:
-    """The updater with the models and the optimizer of a checkpoint, or of a new run. Collective.
-
-    Call `choose_layout` before the first update.
-    """
+    """The updater of a checkpoint, or of a new run. Call `choose_layout` before the first update. Collective."""
     with world.parallel.loading():
         path = str(checkpoint_path) if checkpoint_path else job.model_path
         model = model or load_policy(run.model, job.model_path, path, run.seed, job.dtype, world.device)
@@ -313,5 +301,4 @@ def _evaluator(
         seed=run.seed,
         watch=Watch(recorder.progress_of("eval"), stop.requested_cached),
         target_loss=partial(updater.target_loss, rows) if rows else None,
-        warn=recorder.warn_once,
     )

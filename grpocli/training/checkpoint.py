@@ -12,7 +12,6 @@ import errno
 import json
 import logging
 import os
-import shlex
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -204,15 +203,13 @@ def _save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None
     from transformers import GenerationConfig
 
     configured, generation = model.config.dtype, model.generation_config
-    try:
-        model.generation_config = GenerationConfig()
-        model.save_pretrained(folder, state_dict={})
-        generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
-        if dtype is not None:
-            model.config.dtype = dtype
-            model.config.save_pretrained(folder)
-    finally:
-        model.config.dtype, model.generation_config = configured, generation
+    model.generation_config = GenerationConfig()
+    model.save_pretrained(folder, state_dict={})
+    generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+    if dtype is not None:
+        model.config.dtype = dtype
+        model.config.save_pretrained(folder)
+    model.config.dtype, model.generation_config = configured, generation
 
 
 def load_state(path: Path) -> State:
@@ -239,8 +236,8 @@ def _whole(policy: Policy, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
 def load_optimizer(path: Path, policy: Policy, optimizer: Any, optim: Any = None) -> None:
     """Restore the optimizer's state; each process reads its part. Learning rates and decay are the config's.
 
-    optim: the run's choice of `optim`; a user's may not say which tensors its state has. Raises ConfigError if the
-    state is another optimizer's. Raises ValueError if it does not fit the policy.
+    optim: the run's choice. Raises ConfigError if the state is another optimizer's, and ValueError if it does not fit
+    the policy.
     """
     state: dict[str, dict[str, shards.StoredTensor]] = defaultdict(dict)  # a weight without a gradient so far has none
     with shards.reading(path / OPTIMIZER_INDEX) as stored:
@@ -269,10 +266,7 @@ def _check_state(name: str, state: Mapping[str, Any], expected: Mapping[str, Any
 
 
 def write_checksums(folder: Path, world: World) -> None:
-    """Write the checksums of all files below `folder`. Collective.
-
-    Each process reads the files that it wrote, which are still in its machine's page cache.
-    """
+    """Write the checksums of all files below `folder`; each process reads those that it wrote. Collective."""
     world.barrier()
     names = world.broadcast_object(_files_of(folder))
     mine = [name for name in names if shards.writer(name, world.size) == world.rank]
@@ -325,8 +319,7 @@ def _checksum(path: Path) -> list[int | str]:
 class Checkpointer:
     """Saves the checkpoints of a run in a thread, one at a time, and deletes the oldest. Every method is collective.
 
-    Where processes share weights or optimizer state (FSDP2, ZeRO), these are gathered in collective calls that cannot
-    run beside others, so a checkpoint is saved at once, in the caller's thread.
+    FSDP2 and ZeRO gather weights in collective calls that cannot run beside others: they save in the caller's thread.
     """
 
     run_dir: RunDir
@@ -336,8 +329,8 @@ class Checkpointer:
     """What each checkpoint holds beside its rollouts."""
     world: World
     progress: Progress = unreported
-    unreported: list[int] = field(default_factory=list)
-    """The steps of checkpoints that `take_saved` has not returned yet."""
+    _steps: list[int] = field(default_factory=list)
+    """The steps of checkpoints that `wait` has not returned yet."""
     _channel: Callable[[], AbstractContextManager[None]] | None = field(init=False)
     _pending: Future[None] | None = None
 
@@ -345,47 +338,45 @@ class Checkpointer:
         self._channel = self.world.channel() if self.world.parallel.replicated else None
 
     def save(self, state: State, prefetched: PrefetchState) -> None:
-        """Start to save. The policy, optimizer and reference must not change until `wait` returns.
+        """Start to save. The policy, optimizer and reference must not change until `wait` returns."""
 
-        prefetched: the rollouts and scores that the next steps begin with.
-        """
-        self.unreported.append(state.step)
-        self.start(partial(self._save, state, replace(self.contents, prefetched=prefetched)))
+        def write() -> None:
+            contents = replace(self.contents, prefetched=prefetched)
+            save(self.run_dir.checkpoint(state.step), state, contents, self.world, self.progress)
+            if self.world.is_main:
+                prune(self.run_dir.checkpoints, self.keep)
+            self.world.barrier()
 
-    def _save(self, state: State, contents: Contents) -> None:
-        save(self.run_dir.checkpoint(state.step), state, contents, self.world, self.progress)
-        if self.world.is_main:
-            prune(self.run_dir.checkpoints, self.keep)
-        self.world.barrier()
+        self._steps.append(state.step)
+        self.start(write)
 
     def start(self, write: Callable[[], None]) -> None:
         """Start `write` after the pending one, and raise the pending one's error."""
-        self.wait()
-        if self._channel is None:
-            write()
-        else:
-            self._pending = run_in_thread(partial(self._in_channel, write), "checkpoint")
+        self._end_pending()
+        if (channel := self._channel) is None:
+            return write()
 
-    def _in_channel(self, write: Callable[[], None]) -> None:
-        assert self._channel is not None
-        with self._channel():
-            write()
+        def write_in_channel() -> None:
+            with channel():
+                write()
+
+        self._pending = run_in_thread(write_in_channel, "checkpoint")
+        return None
 
     @property
     def writing(self) -> bool:
         """Whether a checkpoint is pending. Not collective."""
         return self._pending is not None
 
-    def wait(self) -> None:
-        """Wait until the checkpoint is saved, and raise the error of saving it."""
+    def _end_pending(self) -> None:
         pending, self._pending = self._pending, None
         if pending:
             pending.result()
 
-    def take_saved(self) -> list[int]:
-        """The steps of checkpoints that are whole by now, each once. Call `wait` before."""
-        steps = self.unreported.copy()
-        self.unreported.clear()
+    def wait(self) -> list[int]:
+        """Wait until the checkpoint is saved, or raise its error; return the steps saved since the last call."""
+        self._end_pending()
+        steps, self._steps = self._steps, []
         return steps
 
     def close(self, wait: bool = True) -> None:
@@ -483,18 +474,15 @@ def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported)
         else:
             whole = path
             break
-    new_run = "start a new run"
-    if run.dir.model.is_dir():
-        new_run += f" from its final model with {shlex.quote(f'model={run.dir.model}')}"
     if damaged and not (whole and fallback):
         newest, problem = next(iter(damaged.items()))
-        remedy = f"no other one is whole: {new_run}"
+        remedy = "no other one is whole: start a new run"
         if whole:
             remedy = f"resume_fallback=true goes on from {whole.name}, the newest one that is whole"
         raise ConfigError(f"the checkpoint {newest} is damaged ({problem})", key="resume", hint=remedy)
     if not whole and _had_checkpoint(run):
         problem = "the run has saved checkpoints, and none is left to go on from"
-        raise ConfigError(problem, key="resume", value=run_dir, hint=new_run)
+        raise ConfigError(problem, key="resume", value=run_dir, hint="start a new run")
     return ResumePoint(whole, damaged)
 
 

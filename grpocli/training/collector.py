@@ -77,7 +77,6 @@ class Sampler:
     ) -> tuple[list[Group], ScoreStats]:
         """One group of `n` scored rollouts for each prompt, in order and the same in every process. Collective.
 
-        Each process generates for its share of the prompts and scores groups while others are still being generated.
         watch: gets the number of completions of all processes, estimated from this one's. Raises Cancelled in every
         process if any process was cancelled.
         """
@@ -114,10 +113,7 @@ class Sampler:
 
 
 class TargetSampler(Sampler):
-    """Gives the targets of the data as completions, for supervised training. Rewards do not score them.
-
-    Evaluations use a plain `Sampler`.
-    """
+    """Gives the targets of the data as completions, unscored, for supervised training; evaluations use a `Sampler`."""
 
     __slots__ = ()
 
@@ -157,10 +153,7 @@ MAX_REFILL = 4
 def rollout_metrics(
     groups: Sequence[Group], rewards: Mapping[str, Tensor], scores_PG: Tensor | None
 ) -> dict[str, float]:
-    """Means and deviations of rewards, and lengths of completions in tokens that the model wrote.
-
-    rewards: of the groups, {name: [P, G]}. scores_PG: None in a run without rewards.
-    """
+    """Means and deviations of `rewards` {name: [P, G]}, and lengths of completions in tokens that the model wrote."""
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
     turns = [one.episode.turns for one in completions if one.episode]
     metrics = {"completions/clipped_ratio": float(np.mean([one.truncated for one in completions]))}
@@ -188,10 +181,7 @@ def rollout_metrics(
 def task_metrics(
     groups: Sequence[Group], rewards: Mapping[str, Tensor], scores_PG: Tensor, accuracy_rewards: Mapping[str, str]
 ) -> dict[str, float]:
-    """The mean score of each task, and the share of completions that its accuracy reward calls right.
-
-    NaN for a task without a completion in this step.
-    """
+    """The mean score of each task, and the share of right completions by its accuracy reward; NaN without one."""
     metrics: dict[str, float] = {}
     for task, accuracy_reward in accuracy_rewards.items():
         own_P = torch.tensor([group.prompt.task == task for group in groups])
@@ -203,10 +193,7 @@ def task_metrics(
 
 
 def tool_use(groups: Sequence[Group]) -> tuple[dict[str, float], dict[str, str]]:
-    """The calls of tools and failed ones for each completion, and a sentence for each tool whose calls all failed.
-
-    A single call may be the model's mistake.
-    """
+    """The calls of tools and failed ones for each completion, and a sentence for each tool whose calls all failed."""
     everyone = [rollout.completion.episode for group in groups for rollout in group.rollouts]
     episodes = [episode for episode in everyone if episode and episode.calls is not None]
     if not episodes:

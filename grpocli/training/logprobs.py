@@ -1,8 +1,7 @@
 """Log-probs and entropies of completions, computed at the model's output head without all logits in memory.
 
-A causal model of transformers ends with its output head. In a `scoring` block that module returns `TokenScores` instead
-of logits, so the model's forward returns small tensors, also under DDP, FSDP and ZeRO. Logits are
-computed for LOGITS_AT_ONCE numbers at a time, and again in the backward pass.
+In a `scoring` block the model's output head returns `TokenScores` instead of logits, so its forward returns small
+tensors, also under DDP, FSDP and ZeRO. LOGITS_AT_ONCE logits are computed at a time, and again in the backward pass.
 """
 
 from __future__ import annotations
@@ -82,10 +81,7 @@ class TokenHistory:
 
 @contextmanager
 def scoring(head: torch.nn.Module, targets: Targets) -> Iterator[None]:
-    """A block in which `head` returns the `TokenScores` of the targets in float32.
-
-    They are [..., 3] for hidden states [..., H], or [1, N, 3] if one hidden state predicts several targets.
-    """
+    """A block in which `head` returns the `TokenScores` of the targets: [..., 3] in float32, or [1, N, 3] if packed."""
 
     def forward(hidden: Tensor) -> Tensor:
         hidden_NH = _pick(hidden.reshape(-1, hidden.shape[-1]), targets.predictor_N)

@@ -73,10 +73,7 @@ class Optimizer:
         return self.make(model.parameters())
 
     def state_of(self, shape: tuple[int, ...], in_layers: bool) -> Mapping[str, StateTensor]:
-        """The state of a parameter by name, after the first update.
-
-        in_layers: whether it is a matrix between embedding and output head.
-        """
+        """The state of a parameter by name. in_layers: whether it is a matrix between embedding and output head."""
         raise NotImplementedError
 
     def rate(self, update: int, total: int) -> float:
@@ -245,9 +242,7 @@ class Sgd(Optimizer):
 
 def make_optimizer(part: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The optimizer of a choice of `optim`; parts of users may have only `make(parameters)`."""
-    made: torch.optim.Optimizer
-    made = part.make_for(model) if isinstance(part, Optimizer) else part.make(model.parameters())
-    return made
+    return part.make_for(model) if isinstance(part, Optimizer) else part.make(model.parameters())
 
 
 def combine(parts: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
@@ -257,19 +252,10 @@ def combine(parts: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     class Combined(torch.optim.Optimizer):
         def __init__(self) -> None:
             super().__init__([group for one in parts for group in one.param_groups], {})
-            self.parts = parts
-            self.share()
-
-        def share(self) -> None:
             groups = iter(self.param_groups)
             for one in parts:
                 one.param_groups = [next(groups) for _ in one.param_groups]
                 one.state = self.state
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            """As accelerate calls it; torch makes new groups and a new state, which are shared again."""
-            super().load_state_dict(state_dict)
-            self.share()
 
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -280,10 +266,7 @@ def combine(parts: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
 
 
 def matrices_in_layers(model: torch.nn.Module) -> set[str]:
-    """The names of the matrices that are neither the embedding nor the output head; LoRA's are among them.
-
-    Tensors with three dimensions, such as all experts of a layer, are none: torch's Muon takes two.
-    """
+    """The names of the weights with two dimensions that are neither the embedding nor the output head."""
     import torch
 
     ends = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, torch.nn.Embedding)}

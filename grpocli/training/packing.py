@@ -1,9 +1,4 @@
-"""From rollouts to micro-batches: how rows are dealt to processes, grouped, and laid out in one forward.
-
-Rows are ragged until a micro-batch is built. It is packed or padded.
-
-With `hardware.context_parallel` each of several processes has a share of a packed sequence's tokens.
-"""
+"""From rollouts to micro-batches: how rows are dealt to processes, grouped, and laid out in one forward."""
 
 from __future__ import annotations
 
@@ -42,8 +37,18 @@ UNEVEN = 0.1
 """Tokens above an equal share that a process may get, as a fraction, so that each prompt is computed in one process."""
 
 
+class _WholeRows:
+    """A layout of rows that no other process shares."""
+
+    __slots__ = ()
+
+    def total(self, part: Tensor) -> Tensor:
+        """A sum over the tokens of this layout, summed over the layouts of all processes that share the rows."""
+        return part
+
+
 @dataclass(frozen=True, slots=True)
-class Padded:
+class Padded(_WholeRows):
     """One row per sequence: prompts padded on the left, completions on the right, so that completions align.
 
     input_ids, attention_mask, position_ids [B, L].
@@ -56,6 +61,8 @@ class Padded:
     """The last so many columns are completions."""
     full: bool = False
     """Whether no row has padding."""
+    predictor_N: ClassVar[None] = None
+    """Each target token has a hidden state of its own."""
 
     @classmethod
     def build(cls, rows: Sequence[Row], device: torch.device) -> Padded:
@@ -77,10 +84,7 @@ class Padded:
 
     @staticmethod
     def deal(rows: Sequence[Row], processes: int) -> list[list[Row]]:
-        """The rows of each process, balanced by tokens: the longest first, to the least loaded process.
-
-        Deterministic.
-        """
+        """The rows of each process, balanced by tokens."""
         return _least_loaded([[row] for row in rows], processes)
 
     @staticmethod
@@ -105,11 +109,6 @@ class Padded:
         """The number of tokens without padding."""
         return sum(row.n_tokens for row in rows)
 
-    @property
-    def predictor_N(self) -> None:
-        """One hidden state per target token."""
-        return None
-
     def targets(self, completion_ids_BT: Tensor) -> Tensor:
         """The target tokens [N]: all of [B, T], padding included."""
         return completion_ids_BT.reshape(-1)
@@ -122,10 +121,6 @@ class Padded:
         """[B, N] in float32: 1 where one of all N tokens is of a row, its prompt included."""
         members_BN: Tensor = torch.block_diag(*self.attention_mask.float())
         return members_BN
-
-    def total(self, part: Tensor) -> Tensor:
-        """A sum over the tokens of this layout, summed over the layouts of all processes that share the rows."""
-        return part
 
     def forward(self, model: torch.nn.Module) -> Tensor:
         """The output of the output head for each target [N, ...]."""
@@ -143,17 +138,14 @@ class Padded:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(_WholeRows):
     """All rows in one sequence: each prompt once, before its completions, and filler up to the next `fitting` size."""
 
     input_ids: Tensor
     """[1, L], as `position_ids`."""
     position_ids: Tensor
     keep_U: Tensor
-    """The positions whose hidden states predict completion tokens, each once.
-
-    So the gradients of all completions at the last token of their prompt are summed in a fixed order.
-    """
+    """The positions whose hidden states predict completion tokens, each once: so gradients have a fixed order."""
     predictor_N: Tensor
     """For each completion token, row by row, the index in keep_U of the position that predicts it; then filler."""
     index_C: Tensor
@@ -285,10 +277,6 @@ class Packed:
             member_BN[row, first : first + n] = 1
         return to_device(member_BN, self.input_ids.device)
 
-    def total(self, part: Tensor) -> Tensor:
-        """A sum over the tokens of this layout, summed over the layouts of all processes that share the rows."""
-        return part
-
     def forward(self, model: torch.nn.Module) -> Tensor:
         """The output of the output head for each target; `logprobs.scoring` repeats hidden states by `predictor_N`."""
         # transformers uses a mask of four dimensions as it is, instead of making one of L x L
@@ -317,7 +305,7 @@ class FlexPacked(Packed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceShard(Packed):
-    """This process's tokens of a packed sequence, and the completion tokens that they predict.
+    """hardware.context_parallel: this process's tokens of a packed sequence, and the completion tokens they predict.
 
     input_ids, position_ids, keep_U and predictor_N are of this process's tokens, the other fields of the whole.
     `forward`, `spread` and `total` are collective among the processes. `shards_of` makes a class for them.
@@ -343,11 +331,8 @@ class SequenceShard(Packed):
             position_ids=_divisible(whole.position_ids, n)[:, rank::n],
             keep_U=to_device(torch.from_numpy(keep_U), device),
             predictor_N=to_device(torch.from_numpy(predictor_N), device),
-            index_C=whole.index_C,
-            completion=whole.completion,
-            rows=whole.rows,
             segments=SharedAttention(whole.segments, tokens, cls.processes),
-            spans=whole.spans,
+            **{name: getattr(whole, name) for name in ("index_C", "completion", "rows", "spans")},
             whole=whole,
             target_C=to_device(torch.from_numpy(target_C), device),
         )
@@ -477,14 +462,12 @@ def rows_of(groups: Sequence[Group], advantages_PG: Tensor, algorithm: Algorithm
 
 @dataclass(slots=True)
 class RowBatch:
-    """The rows of a micro-batch, and what is known of their tokens so far: by name, [B, T], padded as `MicroBatch`.
-
-    NaN where a value is unknown. Names are those of fields of `Row`, and `selected`: 1 for tokens in the
-    policy-gradient term (without it: all).
-    """
+    """The rows of a micro-batch, and what is known of their tokens so far."""
 
     rows: list[Row]
     known: dict[str, Tensor] = field(default_factory=dict)
+    """[B, T], padded as `MicroBatch`, NaN where unknown, by the names of fields of `Row`. And `selected`: 1 for tokens
+    in the policy-gradient term (without it: all)."""
 
     @classmethod
     def of(cls, rows: list[Row], device: torch.device) -> RowBatch:

@@ -54,10 +54,7 @@ class Policy:
         return shards_of(self.shared_with, self.packed) if self.shared_with else self.packed
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter under its Hugging Face name, tied ones once; with LoRA, the base model's with updates added.
-
-        FSDP2 yields shards, which `parallel.gather` makes whole.
-        """
+        """Every parameter by its Hugging Face name, tied ones once, with LoRA's updates added; shards under FSDP2."""
         named = self.parallel.parameters(self.model)
         if is_adapted(self.model):
             return merged(self.model, named)
@@ -103,9 +100,9 @@ class Policy:
         return logp
 
     def scores(self, batch: MicroBatch, sampling: Sampling, entropy_gradient: bool = False) -> TokenScores:
-        """Log-probs [B, T] of the completions under the sampling distribution (with gradient), and entropies [B, T].
+        """Log-probs [B, T] of the completions under the sampling distribution, with gradient, and entropies, in nats.
 
-        In nats; entropies have a gradient only if asked for. Calls `wrapped`: every process must call it equally often.
+        Calls `wrapped`: every process must call it equally often.
         """
         with ActivationOffload(self.model.parameters()) if self.offloads else nullcontext():
             return completion_scores(self.wrapped, batch, sampling, self.autocast(), entropy_gradient, self.at_head)

@@ -7,18 +7,15 @@
 i: the N completions of the update with a token in the loss; t: the T_i tokens of o_i and its prompt, without padding;
 l: the L layers with E experts. It is K if each expert gets an equal share of every completion's tokens, and at most E.
 
-That is the loss of Switch Transformers (arXiv 2101.03961, equations 4 to 6), for K experts as transformers and TRL have
-it, in the sequence-wise form of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20; theirs is divided by K and summed
-over layers). A completion is never split, so it does not depend on micro-batches, packing or processes.
-
-transformers lists the modules whose outputs are `router_logits` for each architecture. They are read with hooks, since
-`output_router_logits=True` makes its own loss from a mask that packed rows do not have.
+That is the loss of Switch Transformers (arXiv 2101.03961, equations 4 to 6) for K experts, in the sequence-wise form of
+DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20; theirs is divided by K and summed over layers). Logits are read with
+hooks, since `output_router_logits=True` makes its own loss from a mask that packed rows do not have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,13 +31,12 @@ if TYPE_CHECKING:
     from grpocli.training.packing import MicroBatch
 
 
-@dataclass(frozen=True, slots=True)
-class Router:
+class Router(NamedTuple):
     """The router of one layer."""
 
     module: torch.nn.Module
-    index: int
-    """Of the logits in its output."""
+    output: int
+    """The number of its output that is the logits."""
 
 
 class Routing(NamedTuple):
@@ -89,14 +85,14 @@ def record_routings(found: list[Router]) -> Iterator[list[Routing]]:
     """
     outputs: list[Routing] = []
 
-    def keep(router: Router, module: torch.nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
+    def keep(number: int, module: torch.nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
         chosen = next(tensor for tensor in output if not tensor.is_floating_point())
-        outputs.append(Routing(output[router.index], chosen))
+        outputs.append(Routing(output[number], chosen))
 
-    with ExitStack() as stack:
-        for router in found:
-            stack.callback(router.module.register_forward_hook(partial(keep, router)).remove)
-        yield outputs
+    handles = [module.register_forward_hook(partial(keep, number)) for module, number in found]
+    yield outputs
+    for handle in handles:
+        handle.remove()
 
 
 def balance(routings: list[Routing], batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -142,11 +138,7 @@ class RouterBalance:
         return self.coefficient * (loss_B * trained_B).sum() / max(rows, 1) if self.coefficient else None
 
     def metrics(self, world: World) -> dict[str, float]:
-        """Means over the computed completions of all updates of the step. Collective.
-
-        router/aux_loss: B(θ). router/max_load: the largest number of tokens of an expert, as a multiple of an equal
-        share.
-        """
+        """B(θ) over the completions of the step, and the largest load of an expert, in equal shares. Collective."""
         if not self.sums:
             return {}
         flat = world.sum(torch.cat([one.flatten() for one in self.sums]))

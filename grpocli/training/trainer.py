@@ -1,7 +1,4 @@
-"""The training loop and its step: sync, generate and score, advantages, update, evaluate, log, checkpoint.
-
-The update also mixes the policy into the reference, if `algorithm.kl.sync_every` is set.
-"""
+"""The training loop and its step: sync, generate and score, advantages, update, evaluate, log, checkpoint."""
 
 from __future__ import annotations
 
@@ -209,10 +206,7 @@ class Trainer:
             self.state, self.metrics = replace(self.state, unevaluated=False, evaluation=results), {}
 
     def evaluate_if_due(self) -> None:
-        """Evaluate every `eval.every` steps.
-
-        A checkpoint saved before the end of the evaluation records that it is missing.
-        """
+        """Evaluate every `eval.every` steps. A checkpoint saved before its end records that it is missing."""
         if self.due(self.run.eval.every):
             self.state = replace(self.state, unevaluated=True)
             results = self.evaluate()
@@ -250,10 +244,7 @@ class Trainer:
             self.checkpoint_and_stop()
 
     def checkpoint_and_stop(self, gone: ServiceGone | None = None) -> NoReturn:
-        """Save a checkpoint of the last whole step and raise Stopped. Collective.
-
-        gone: the lost service; None: a signal stops the run.
-        """
+        """Save a checkpoint of the last whole step and raise Stopped: of a lost service, or a signal. Collective."""
         step = self.state.step
         self.save_whole_step()
         resume = f"resume with: {resume_command(self.recorder.run_dir.path)}"
@@ -290,10 +281,9 @@ class Trainer:
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint being written is saved: the weights it reads are about to change. Collective."""
-        if self.checkpointer.writing:
-            with self.timed("checkpoint"):
-                self.checkpointer.wait()
-        for step in self.checkpointer.take_saved():
+        with self.timed("checkpoint") if self.checkpointer.writing else nullcontext():
+            steps = self.checkpointer.wait()
+        for step in steps:
             self.recorder.checkpointed(step)
 
     @contextmanager
@@ -308,8 +298,7 @@ class Trainer:
     @property
     def seconds(self) -> float:
         """Seconds spent on this run, earlier sessions included."""
-        # not negative: user code (freezegun) may set the clock back
-        return self.recorder.seconds_before + max(0.0, time.monotonic() - self.started)
+        return self.recorder.seconds_before + time.monotonic() - self.started
 
     def due(self, every: int) -> bool:
         """Whether an event that happens every so many steps (0: never) is due now."""

@@ -46,11 +46,8 @@ GRADIENTS = 4
 COMPILE_OPTIONS: dict[str, Any] = {"dynamic": True}
 """Arguments of torch.compile: one graph for micro-batches of any size."""
 LARGE = 100_000_000
-"""Parameters from which layers are compiled on a GPU if the config does not say.
-
-On an H100 an update of 0.5B took half of the time of eager layers, 0.45 s less, after a start of 18 s more, or 8 s with
-torch's cache.
-"""
+"""Parameters from which layers are compiled on a GPU if the config does not say. On an H100 an update of 0.5B took half
+of the time of eager layers, 0.45 s less, after a start of 18 s more."""
 
 
 def choose_layout(run: Run, world: World, policy: Policy, reference: Reference | Teachers | None) -> Iterator[str]:
@@ -146,10 +143,7 @@ def passes(test: Callable[[], bool]) -> bool:
 
 
 def agrees(policy: Policy | LoadedTeacher, layout: type[Packed] = Packed, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether packed and padded rows have the same log-probs, and packed rows do not influence each other.
-
-    dtype: of the computation, where weights have more. `flex_attention` has another kernel for each.
-    """
+    """Whether packed and padded rows have the same log-probs in `dtype`, and packed rows are independent."""
     rows = trial_rows(policy)
     exact = _marks(policy)[1].dtype == dtype == torch.float32
     padded, tolerance = _logp(policy, rows, Padded, dtype), FLOAT32_TOLERANCE if exact else BFLOAT16_TOLERANCE
@@ -166,7 +160,7 @@ def agrees(policy: Policy | LoadedTeacher, layout: type[Packed] = Packed, dtype:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """Attention that runs the backward pass of each call at once, and raises what it raises.
+    """Attention that runs the backward pass of each call at once.
 
     Raises ValueError if a kernel's output or gradients are not those of the dense form of its mask.
     """
@@ -233,8 +227,8 @@ def takes_compiled(run: Run, processes: int, flex: bool, parameters: int, expert
 def compile_layers(policy: Policy, reference: Reference | Teachers | None, world: World) -> str:
     """Compile the layers of the policy, and of a reference that is not a teacher; return why not, or "". Collective.
 
-    They are compiled for the same few rows in every session, so that a resume has the same graphs. They stay eager, in
-    every process, unless log-probs stay the same.
+    For the same few rows in every session, so that a resume has the same graphs. Layers stay eager, in every process,
+    unless log-probs stay the same.
     """
     if routers(policy.model):
         return "the hooks that watch a mixture of experts would be compiled again for each micro-batch"
@@ -263,10 +257,7 @@ def compile_layers(policy: Policy, reference: Reference | Teachers | None, world
 
 
 def _trial_logps(policy: Policy, follower: Reference | None) -> list[Tensor]:
-    """Log-probs of the trial's rows, as an update computes them: with and without gradients, and the reference's.
-
-    And the norms of gradients, where no process has to wait for others in the backward pass.
-    """
+    """Log-probs of the trial's rows, with and without gradients, and the reference's; norms of gradients, if `ddp`."""
     policy.model.train()
     batch = MicroBatch.build(trial_rows(policy), policy.model.device, policy.layout(Sampling(1)))
     kept_BT, found = batch.mask.bool(), []

@@ -49,10 +49,7 @@ ROUNDING = 1e-5
 
 @dataclass(slots=True)
 class Updater:
-    """Updates the policy on the rows of a step.
-
-    A step calls `train_step`: `begin_step`, then `update` for each window in each epoch, then `metrics` and `gather`.
-    """
+    """Updates the policy on the rows of a step."""
 
     world: World
     policy: Policy
@@ -75,8 +72,6 @@ class Updater:
     # set anew in each step
     windows: list[Window] = field(default_factory=list)
     """The step's optimizer windows."""
-    built: tuple[RowBatch, MicroBatch] | None = None
-    """The last tensors of `_batch`."""
     first_update: int = 0
     """The number of the step's first update."""
     lr: float = 0.0
@@ -113,10 +108,7 @@ class Updater:
         return [micro_batch for window in self.windows for micro_batch in window.micro_batches]
 
     def train_step(self, rows: Sequence[Row], n_groups: int, step: int) -> dict[str, float]:
-        """All updates of step number `step`; return its metrics. Collective.
-
-        Each epoch makes one optimizer update for each window, a part of the step's groups.
-        """
+        """All updates of step number `step`: in each epoch one for each window. Returns its metrics. Collective."""
         windows = self.begin_step(rows, n_groups, step)
         for epoch in range(self.train.epochs):
             for window in windows:
@@ -159,16 +151,13 @@ class Updater:
                 self.micro_batches_done += 1
 
     def target_loss(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """`loss` and `token_accuracy` of rows of targets under the current weights, without an update. Collective.
-
-        `loss_by_problem` is the loss a token of each row, by the number of its group, which no other row has.
-        """
+        """`loss` and `token_accuracy` of rows of targets, one a group, and `loss_by_problem` by group. Collective."""
         window = self._window(0, list(rows))
         tokens = {row.group: sum(row.mask) for row in rows}
         sums_2N = torch.zeros(2, max(tokens) + 1, device=self.world.device)
         for number, some in enumerate(window.micro_batches):
             self.progress(number, len(window.micro_batches), "micro-batches", "loss on held-out answers")
-            batch = MicroBatch.build(some.rows, self.world.device, self.policy.layout(self.sampling))
+            batch = self._batch(some)
             scores = self.policy.scores_without_gradient(batch, self.sampling)
             sums_2B = torch.stack([-scores.logp.where(batch.mask.bool(), 0.0), scores.top * batch.mask]).sum(2)
             sums_2N.index_add_(1, batch.group_ids.clamp(min=0), sums_2B.to(sums_2N.dtype))  # a row for padding adds 0
@@ -181,11 +170,10 @@ class Updater:
         }
 
     def gather(self, rows: Sequence[Row]) -> None:
-        """Bring the per-token values of all rows to the main process, in float32 on the CPU. Collective.
+        """Bring log-probs, entropies, ratios and clipped tokens of all rows to the main process. Collective.
 
-        They are log-probs and entropies, and ratios and clipped tokens if there are any. Each process sends its own in
-        one copy from its device, 8 or 16 bytes per completion token. Rows that no process has computed keep None, as do
-        log-probs of rows that were first computed after an update.
+        Each process sends its own in one copy from its device, 8 or 16 bytes per completion token. What no process has
+        computed stays None.
         """
         number = {id(row): i for i, row in enumerate(rows)}
         own: list[tuple[list[str], list[int], Any]] = []
@@ -194,7 +182,7 @@ class Updater:
             kinds = ["logp", "entropy", *(["ratio", "clipped"] if has_ratios else [])]
             values_KN = torch.cat([one.tokens(kinds) for one in computed], 1).float().cpu()
             own = [(kinds, [number[id(row)] for one in computed for row in one.rows], values_KN.numpy())]
-        self.windows, self.built = [], None  # free the rows' tensors before the next step is sampled
+        self.windows = []  # free the rows' tensors before the next step is sampled
         for kinds, numbers, values_KN in self.world.gather_to_main(own):
             ends = np.cumsum([len(rows[i].completion_ids) for i in numbers])
             for i, values_Kn in zip(numbers, np.split(values_KN, ends[:-1], 1), strict=True):
@@ -244,10 +232,10 @@ class Updater:
         return any(row.mask) and (row.advantage != 0 or not self.algorithm.skips_zero_advantages)
 
     def _score_before_updates(self, window: Window) -> None:
-        """Compute the log-probs and entropies that the first update of a window needs and does not compute itself.
+        """Compute what the first update of a window needs and does not compute itself.
 
-        These are: log-probs under the reference; entropies, if they select tokens; and log-probs under the old policy,
-        unless it is the sampler. The first update of the first window runs the old policy, and so computes them itself.
+        That is log-probs under the reference; entropies, if they select tokens; and log-probs under the old policy,
+        unless it is the sampler. The first update of the first window runs the old policy itself.
         """
         takes_no_ratio = self.algorithm.takes_sampler_as_old or self.algorithm.supervised
         needs_old = window.number > 0 and not takes_no_ratio
@@ -280,12 +268,7 @@ class Updater:
             micro_batch.known["selected"] = (micro_batch.known["entropy"] >= threshold).float()
 
     def _batch(self, micro_batch: RowBatch) -> MicroBatch:
-        """The tensors of a micro-batch. Those of the last one are kept: often it is the only one of a window."""
-        if self.built is None or self.built[0] is not micro_batch:
-            self.built = None  # frees the last one's
-            layout = self.policy.layout(self.sampling)
-            self.built = micro_batch, MicroBatch.build(micro_batch.rows, self.world.device, layout)
-        return self.built[1]
+        return MicroBatch.build(micro_batch.rows, self.world.device, self.policy.layout(self.sampling))
 
     def _micro_batch(self, micro_batch: RowBatch, totals: Totals) -> None:
         batch, known = self._batch(micro_batch), micro_batch.known
@@ -314,9 +297,8 @@ class Updater:
         if (balance := self.routers.loss(routings, batch, totals.rows_in_loss)) is not None:
             loss = loss + balance
         if had_old_logp:  # for the rollout file: the ratio of this update, and which tokens were clipped in an update
-            clipped = self.algorithm.clipped(current_logp, known["old_logp"], batch.advantages, batch.mask).to(
-                logp.dtype
-            )
+            clipped = self.algorithm.clipped(current_logp, known["old_logp"], batch.advantages, batch.mask)
+            clipped = clipped.to(logp.dtype)
             known["ratio"] = (current_logp - known["old_logp"]).exp()
             known["clipped"] = known.get("clipped", clipped).maximum(clipped)
         self.policy.parallel.backward(self.policy.wrapped, loss)
@@ -367,8 +349,8 @@ class Updater:
     def sums(self) -> dict[str, float]:
         """The metrics of this process's micro-batches so far together."""
         sums: dict[str, float] = {}
-        values = torch.cat([values for _, values in self.parts]).tolist()
-        for name, value in zip((name for names, _ in self.parts for name in names), values, strict=True):
+        names = [name for names, _ in self.parts for name in names]
+        for name, value in zip(names, torch.cat([values for _, values in self.parts]).tolist(), strict=True):
             sums[name] = combined(name, sums[name], value) if name in sums else value
         return sums
 
@@ -420,11 +402,7 @@ class UpdateChecks:
                 raise RunError(f"step {step}: {name} is {value}; {self._remedy(step)}")
 
     def check_sampler(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Compare the engine's log-probs with the policy's.
-
-        Skipped for constrained decoding and rollouts of older weights, whose log-probs differ in any case, and for
-        log-probs that overflow.
-        """
+        """Compare the engine's log-probs with the policy's, unless they differ in any case."""
         rollout, error = self.run.rollout, metrics.get("token_mult_prob_error", 1.0)
         off_policy = metrics.get("staleness/max", 0) > 0 or metrics.get("sampling/carried", 0) > 0
         overflowed = math.isnan(error) and bool(metrics.get(SKIPPED))  # in the trainer's forward
@@ -451,8 +429,7 @@ class UpdateChecks:
         change = f"lower optim.lr={self.run.optim.lr}, or set optim.max_grad_norm"
         last = latest(self.run_dir.checkpoints)
         if last is None:
-            start = "" if began_finite or step > 1 else "see whether the model's own weights are finite, or "
-            return f"{start}{change}, and begin again: there is no checkpoint yet"
+            return f"{change}, and begin again: there is no checkpoint yet"
         if last == self.run_dir.checkpoint(step - 1) and not began_finite:
             return f"{change}, and remove {last}: it holds the weights that this step began with"
         return f"{change}, and go on from the last checkpoint with {resume_word(self.run_dir.path)}"

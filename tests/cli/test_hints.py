@@ -50,7 +50,6 @@ def test_a_command_that_does_not_exist_names_the_one_that_does(
     ("overrides", "hints"),
     [
         ([], set()),
-        (["algorithm=dapo"], {"clips nothing"}),
         (["engine.completions=[wrong]"], {"no completion scored anything"}),
         (["model=chat", "task=jsonl", "task.path=rows.jsonl"], {"needs task.format=chat"}),
         (["model=chat", "task=jsonl", "task.path=rows.jsonl", "task.format=chat"], set()),
@@ -80,7 +79,6 @@ def test_a_run_says_once_what_is_often_not_meant(
     assert run_here(*FAKE, *small, *chosen) == 0
     out = capsys.readouterr()
     known = {
-        "clips nothing",
         "no completion scored anything",
         "needs task.format=chat",
         "the model is made for 512",

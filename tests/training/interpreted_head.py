@@ -54,14 +54,6 @@ def test_scores_of_logits(temperature: float, vocabulary: int, dtype: torch.dtyp
     assert found[2, 2] == found[2, 4] == 1
 
 
-def test_a_logit_that_is_no_number_gives_no_numbers() -> None:
-    logits_NV, ids_N = torch.randn(2, VOCABULARY), torch.zeros(2, dtype=torch.long)
-    logits_NV[0, 9] = torch.nan
-    found = logprobs._kernel_scores(logits_NV, ids_N, 1.0)
-    assert found[:2, 0].isnan().all()
-    assert found[:, 1].isfinite().all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import subprocess
-import sys
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -86,45 +83,3 @@ def test_rollouts_are_sampled_while_a_checkpoint_is_written(
     assert all((tmp_path / "run" / "checkpoints" / f"step_{k:06d}" / "trainer.json").exists() for k in (2, 3))
     rows = metrics(tmp_path / "run")
     assert ["time/checkpoint" in row for row in rows] == [False, True, True]
-
-
-@pytest.mark.slow
-def test_a_full_disk_ends_the_run_before_another_update(
-    grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, *rest: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-    monkeypatch.setattr(checkpoint, "save", full)
-    code, _, err = grpocli(*RUN, f"hydra.run.dir={tmp_path / 'run'}")
-    assert code == 1
-    assert "no space left on the disk" in err
-    assert len(metrics(tmp_path / "run")) == 1
-
-
-@pytest.mark.processes
-def test_a_process_that_abandons_a_checkpoint_exits_without_an_abort() -> None:
-    """Python's finalization aborts a process whose daemon thread runs C++ code."""
-    code = """
-import threading
-from contextlib import nullcontext
-from types import SimpleNamespace
-import torch
-from grpocli.processes.threads import end_process
-from grpocli.training.checkpoint import Checkpointer
-world = SimpleNamespace(channel=lambda: nullcontext, parallel=SimpleNamespace(replicated=True))
-one = Checkpointer(None, 0, None, world)
-begun = threading.Event()
-def work():
-    begun.set()
-    while True:
-        torch.ones(400, 400) @ torch.ones(400, 400)
-one.start(work)
-begun.wait()
-one.close(wait=False)
-print("ended")
-end_process(1)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT)
-    assert (done.returncode, done.stdout) == (1, "ended\n"), done.stderr
-    assert "Fatal Python error" not in done.stderr

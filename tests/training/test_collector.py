@@ -8,17 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from composed import built
-from training.recomputed import recomputed
 from training.scripted import FLAT, MIXED, Scripted, collector_of, prompt
 
 from grpocli.errors import RewardError, RunError
 from grpocli.progress import Watch
 from grpocli.runs.rollouts import read_rollouts, write_rollouts
-from grpocli.training.collector import Collector, RolloutBatch, records_of, status_of, tool_use
+from grpocli.training.collector import Collector, records_of, status_of, tool_use
 from grpocli.training.packing import rows_of
 from grpocli.training.prefetch import PrefetchState, load_leftover
 from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Row
@@ -249,20 +247,6 @@ def recorded(
     return made, found
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["algorithm=grpo", "algorithm.keep.mask_truncated=true"],
-        ["algorithm=dapo", "algorithm.keep.reward=accuracy", "algorithm.keep.surplus=carry"],
-        ["algorithm=dapo", "algorithm.keep.max_rounds=1"],
-    ],
-)
-def test_metrics_can_be_recomputed_from_the_file(overrides: list[str], tmp_path: Path) -> None:
-    for rows, metrics in recorded(6, tmp_path, *overrides)[1]:
-        for name, value in recomputed(rows).items():
-            assert metrics[name] == pytest.approx(value), name
-
-
 def test_every_completion_has_a_status(tmp_path: Path) -> None:
     carry = "algorithm.keep.reward=accuracy", "algorithm.keep.surplus=carry"
     made, found = recorded(4, tmp_path, "algorithm=dapo", *carry)
@@ -295,19 +279,6 @@ def test_the_status_follows_from_advantage_mask_and_kl(
     overrides: list[str], advantage: float, mask: list[int], status: str
 ) -> None:
     assert status_of(Row([1], [2, 3], mask, advantage, 0, [-1.0, -1.0]), built(*overrides)) == status
-
-
-def test_log_probs_and_entropies_of_the_update_are_in_the_file(tmp_path: Path) -> None:
-    done = Completion([2, 3], [-1.0, -1.0], "stop", 1)
-    batch = RolloutBatch([Group(prompt(0), [Rollout(prompt(0), done, "t", {"r": float(k)}) for k in range(2)])], {})
-    rows = [Row([1], [2, 3], [1, 1], -1.0, 0, [-1.0, -1.0]), Row([1], [2, 3], [1, 0], 2.0, 0, [-1.0, -1.0])]
-    rows[1].logp, rows[1].entropy = np.array([-0.5, -0.25], np.float32), np.array([1.0, 2.0], np.float32)
-    rows[1].ratio, rows[1].clipped = np.array([1.5, 1.0], np.float32), np.array([1.0, 0.0], np.float32)
-    write_rollouts(tmp_path / "r.parquet", records_of(batch, rows, built("algorithm=grpo"), {"r": 1.0}, step=1), 1)
-    names = "trainer_logprobs", "entropies", "ratios", "clipped", "advantage", "loss_mask", "reward"
-    first, second = ([row[name] for name in names] for row in read_rollouts(tmp_path / "r.parquet"))
-    assert first == [None, None, None, None, -1.0, [1, 1], 0.0]
-    assert second == [[-0.5, -0.25], [1.0, 2.0], [1.5, 1.0], [1, 0], 2.0, [1, 0], 1.0]
 
 
 def test_a_group_can_be_kept_by_one_reward_alone() -> None:

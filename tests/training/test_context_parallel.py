@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,76 +16,17 @@ from training.test_router_balance import ALONE, updated
 
 from grpocli.composition.checks import check_splits
 from grpocli.config.schema import Rollouts
-from grpocli.distributed.context_parallel import ContextParallel
 from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
 from grpocli.hardware import Single
-from grpocli.models import shared_prompt_attention as attention
 from grpocli.models.loading import HuggingFace, load_config
-from grpocli.training.packing import MicroBatch, Packed, shards_of
-from grpocli.training.policy import Policy
-from grpocli.types import Row, Sampling
+from grpocli.types import Row
 
 __all__ = ["rows", "tied_model"]
 
 FAST = ["dapo", "top_entropy and bonus"]
 MORE = [name for name in updating.ALGORITHMS if name not in (*FAST, "padded")]
 SURVIVAL = [*MORE, *sharing.KINDS, sharing.RESUMED, sharing.TAUGHT, sharing.MIXTURE]
-
-
-class Alone(ContextParallel):
-    """A process among others whose messages the test makes."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-
-def some_rows() -> list[Row]:
-    lengths = {0: (5, 9, 4), 1: (1, 13), 2: (7,)}
-    return [
-        Row([2, *range(5, 9 + 3 * group)], list(range(10, 10 + n)), [1] * n, 1.0, group, [-1.0] * n)
-        for group, each in lengths.items()
-        for n in each
-    ]
-
-
-@pytest.mark.parametrize("size", [2, 7])
-def test_every_token_and_every_target_belongs_to_one_process(size: int) -> None:
-    whole = Packed.build(some_rows(), torch.device("cpu"))
-    shards = [shards_of(Alone(rank, size), Packed).build(some_rows(), torch.device("cpu")) for rank in range(size)]
-    ids_L = torch.stack([shard.input_ids[0] for shard in shards], 1).flatten()
-    assert torch.equal(ids_L[: whole.input_ids.shape[1]], whole.input_ids[0])
-    assert len({shard.input_ids.shape for shard in shards}) == 1, "equal parts"
-    target_C = torch.cat([shard.target_C for shard in shards])
-    assert target_C.sort().values.tolist() == list(range(len(whole.index_C)))
-    predicted = whole.keep_U[whole.predictor_N]
-    for rank, shard in enumerate(shards):
-        places = shard.keep_U[shard.predictor_N[: len(shard.target_C)]] * size + rank
-        assert torch.equal(places, predicted[shard.target_C])
-
-
-class Counting(Alone):
-    """Counts sums; the others send what it sends itself."""
-
-    sums = 0
-
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
-        self.sums += 1
-        return part
-
-    def _exchanged(self, sent: torch.Tensor) -> torch.Tensor:
-        return sent
-
-
-def test_a_micro_batch_takes_one_sum_over_its_processes(little_model) -> None:
-    """Log-probs, entropies and the most probable tokens travel together."""
-    model, processes = copy.deepcopy(little_model), Counting(0, 2)
-    assert attention.enable(model, 64)
-    policy = Policy(model, model, torch.float32)
-    batch = MicroBatch.build(some_rows(), torch.device("cpu"), shards_of(processes, Packed))
-    scores = policy.scores(batch, Sampling(20))
-    assert {one.shape for one in scores} == {batch.mask.shape}
-    assert processes.sums == 1
 
 
 def test_a_model_whose_heads_cannot_be_dealt_out_is_refused(little_model, tmp_path: Path) -> None:

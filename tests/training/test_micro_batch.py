@@ -108,14 +108,6 @@ def test_rows_with_and_without_old_log_probs_share_a_micro_batch() -> None:
     assert both[1].isnan().all()
 
 
-def test_a_row_may_have_no_tokens_to_train_on() -> None:
-    batch = MicroBatch.build([row(2, 0), row(1, 2)], torch.device("cpu"))
-    assert batch.layout.input_ids.dtype == batch.mask.dtype == torch.long
-    assert batch.mask.tolist() == [[0, 0], [1, 1]]
-    alone = MicroBatch.build([row(2, 0)], torch.device("cpu"))
-    assert alone.layout.input_ids.tolist() == [[0, 1]]
-
-
 @pytest.mark.parametrize(
     ("correction", "version", "is_samplers"),
     [("none", 5, True), ("token_truncate", 5, False), ("none", 4, False), ("sampler", 4, True)],

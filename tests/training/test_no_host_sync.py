@@ -27,7 +27,6 @@ import grpocli
 from grpocli.algorithm.aggregate import Totals
 from grpocli.config.schema import Train
 from grpocli.distributed.parallel import Parallel, loss_scaler
-from grpocli.hardware import to_device
 from grpocli.models import flex_attention
 from grpocli.models import shared_prompt_attention as attention
 from grpocli.training.optim import AdamW
@@ -119,44 +118,3 @@ def test_copies_of_a_tiled_mask_do_not_wait(no_autocast, monkeypatch: pytest.Mon
     copies = two_epochs(updater("algorithm=grpo", layout=FlexPacked))
     assert copies.made > 40
     assert not copies.waiting
-
-
-def test_waiting_is_noticed(no_autocast, monkeypatch: pytest.MonkeyPatch) -> None:
-    up = updater("algorithm=grpo", layout=Packed)
-    plain = type(up.algorithm).loss
-
-    def reads(*given: Any, **others: Any) -> Any:
-        loss, metrics = plain(*given, **others)
-        return loss.item(), metrics
-
-    def copies(*given: Any, **others: Any) -> Any:
-        loss, metrics = plain(*given, **others)
-        return loss + torch.ones(1).to(GPU).squeeze(), metrics
-
-    monkeypatch.setattr(type(up.algorithm), "loss", copies)
-    assert sum(two_epochs(up).waiting.values()) == 4
-    monkeypatch.setattr(type(up.algorithm), "loss", reads)
-    with pytest.raises(RuntimeError, match="item"):
-        two_epochs(up)
-
-
-class OnCpu:
-    """A tensor of the CPU that notes how it is copied. pinned: whether it is in pinned memory."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, pinned: bool = False) -> None:
-        self.pinned = pinned
-
-    def pin_memory(self) -> OnCpu:
-        return OnCpu(pinned=True)
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> tuple[str, bool, bool]:
-        return device.type, self.pinned, non_blocking
-
-
-def test_a_copy_to_a_gpu_comes_from_pinned_memory_and_does_not_wait() -> None:
-    """A copy from other memory waits, whatever `non_blocking` says."""
-    tensor: Any = OnCpu()
-    copied: Any = to_device(tensor, torch.device("cuda"))
-    assert copied == ("cuda", True, True)

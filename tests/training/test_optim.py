@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM, get_scheduler
 
-from grpocli.composition.compose import build_run, compose
 from grpocli.distributed.parallel import loss_scaler, step
 from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
@@ -151,25 +149,6 @@ def test_eight_bits_follow_adamw(model) -> None:
         )
     difference = (runs["adamw_8bit"] - runs["adamw"]).norm() / runs["adamw"].norm()
     assert 0 < difference < 0.05
-
-
-def test_an_optimizer_that_cannot_be_sharded_is_refused() -> None:
-    config = compose(["optim=adamw_8bit", "hardware.parallel=fsdp2", "engine=transformers"])
-    with pytest.raises(ConfigError, match="works with hardware"):
-        build_run(config)
-
-
-def test_a_combined_optimizer_that_is_loaded_still_shares_groups_and_state() -> None:
-    """Accelerate loads an optimizer's own state when it prepares it."""
-    model = torch.nn.Linear(4, 4)
-    optimizer = Muon(lr=0.1).make_for(model)
-    prepared = Accelerator(cpu=True).prepare_optimizer(optimizer).optimizer
-    for part, group in zip(prepared.parts, prepared.param_groups, strict=True):
-        assert part.param_groups[0] is group
-        assert part.state is prepared.state
-    model(torch.ones(4)).sum().backward()
-    prepared.step()
-    assert prepared.state.keys() == {model.weight, model.bias}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -6,7 +6,6 @@ import copy
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
-from subprocess import CalledProcessError
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +39,6 @@ from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
 from grpocli.models import flex_attention
 from grpocli.models import shared_prompt_attention as attention
-from grpocli.models.frozen_linear import compute_dtype
 from grpocli.training import logprobs, packing
 from grpocli.training.optim import AdamW
 from grpocli.training.packing import FlexPacked, MicroBatch, Packed, Padded
@@ -324,21 +322,6 @@ def test_gradients_repeat_to_the_bit(at_head: bool, request: pytest.FixtureReque
     assert all(one.equal(found[0]) for one in found)
 
 
-def test_savings_are_counted(world) -> None:
-    model = model_of()
-    rows = rows_of(GROUPS["one row with a signal"])
-    one = updated(model, world, rows, ALGORITHMS["dapo"], packed=True, skips=True)
-    assert one.metrics["tokens/skipped"] == sum(row.n_tokens for row in rows if not row.advantage)
-    assert one.metrics["tokens/shared"] == 0
-    assert one.metrics["tokens/padding"] <= one.metrics["tokens/trained"] / 16  # filler
-    rows = rows_of(GROUPS["ragged"])
-    one = updated(model, world, rows, ALGORITHMS["dapo"], packed=True, skips=True)
-    assert one.metrics["tokens/shared"] == 2 * 7 + 1 * 12 + 2 * 1
-    one = updated(model, world, rows, ALGORITHMS["dapo"], packed=False, skips=True)
-    assert one.metrics["tokens/padding"] <= sum(row.n_tokens for row in rows) / 9
-    assert one.metrics["tokens/shared"] == 0
-
-
 @pytest.mark.parametrize(
     "sampling",
     [Sampling(1, temperature=0.7), Sampling(1, temperature=0.0), Sampling(1, top_p=0.9, top_k=20)],
@@ -389,18 +372,6 @@ def test_logits_of_all_tokens_are_never_in_memory(
     assert largest.numbers == vocabulary * SHAPE["hidden_size"] < vocabulary * tokens
 
 
-def test_a_gpu_without_a_c_compiler_scores_with_torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiled(*_: Any) -> None:
-        raise CalledProcessError(1, "gcc")
-
-    monkeypatch.setattr(logprobs, "_kernel_scores", compiled)
-    monkeypatch.setattr(logprobs, "_has_kernels", logprobs._has_kernels.__wrapped__)
-    with torch.device("meta"):
-        head, hidden, ids = torch.nn.Linear(4, 9, bias=False), torch.zeros(1, 3, 4), torch.zeros(3, dtype=torch.long)
-    with logprobs.scoring(head, logprobs.Targets(ids, None, Sampling(1))):
-        assert head(hidden).shape == (1, 3, 3)
-
-
 def test_only_a_sliding_window_longer_than_every_row_is_packed() -> None:
     """Packed attention has no sliding windows."""
     config = Qwen2Config(**SHAPE, **ENDS, use_sliding_window=True, sliding_window=80, max_window_layers=0)
@@ -433,47 +404,13 @@ def test_padded_rows_have_the_masks_that_transformers_makes(
     assert torch.equal(*found)
 
 
-class NoBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
-        return output.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("out of shared memory")
-
-
-def run_with_flex(attention: str | None = "flex_attention") -> Any:
+def run_with_flex(attention: str | None) -> Any:
     return SimpleNamespace(
         train=SimpleNamespace(packed=True),
         rollout=SimpleNamespace(longest_row=64, sampling=Sampling(30)),
         algorithm=SimpleNamespace(supervised=False),
         model=SimpleNamespace(attention=attention, compile=False, lora=SimpleNamespace(rank=0)),
     )
-
-
-def policy_with_flex(model: Any, world: Any, dtype: torch.dtype = torch.float32) -> Policy:
-    policy = Policy(copied := copy.deepcopy(model), copied, dtype, world.parallel)
-    policy.packed = FlexPacked
-    return policy
-
-
-def test_a_kernel_without_a_backward_pass_is_refused(world, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first step; one that lacks it in the dtype of updates only."""
-    dtype = torch.bfloat16
-    run, policy = run_with_flex(), policy_with_flex(model_of(), world, dtype)
-    assert list(choose_layout(run, world, policy, None)) == []
-    attend = flex_attention.TiledMask.attend
-
-    def attend_in_others(self: Any, query: torch.Tensor, *given: Any) -> torch.Tensor:
-        output = attend(self, query, *given)
-        refused: torch.Tensor = NoBackward.apply(output) if compute_dtype(query) == dtype else output
-        return refused
-
-    monkeypatch.setattr(flex_attention.TiledMask, "attend", attend_in_others)
-    with pytest.raises(ConfigError) as caught:
-        list(choose_layout(run, world, policy, None))
-    assert caught.value.key == "model.attention"
 
 
 def transposed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **how: Any) -> torch.Tensor:
@@ -493,20 +430,13 @@ def test_attention_is_sdpas_where_the_default_kernel_is_wrong(
     monkeypatch.setattr(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(flex_attention, "_kernel", lambda: kernel)
     monkeypatch.setattr(Packed, "build", classmethod(partial(Packed.build.__func__, on_cpu=False)))
-    policy = policy_with_flex(LlamaForCausalLM(LlamaConfig(**SHAPE, **ENDS)), world, torch.bfloat16)
+    policy = Policy(model := LlamaForCausalLM(LlamaConfig(**SHAPE, **ENDS)), model, torch.bfloat16, world.parallel)
+    policy.packed = FlexPacked
     notes = list(choose_layout(run_with_flex(attention=None), world, policy, None))
     assert policy.packs
     assert policy.layout(Sampling(1)) is (Packed if notes else FlexPacked)
     assert len(notes) == (kernel is not torchs.flex_attention)
-
-
-def test_filler_fits_any_model(world) -> None:
-    """This includes a model with fewer positions than filler tokens."""
-    short = GPT2LMHeadModel(GPT2Config(**(GPT2 | {"n_positions": 24}), **ENDS))
-    policy = Policy(short, short, torch.float32, world.parallel)
-    policy.packs = attention.enable(short, 24)
-    rows = [Row([3 + k % 30, 4], [5] * 17, [1] * 17, 1.0, k, [-3.0] * 17) for k in range(54)]
-    layout = Packed.build(rows, torch.device("cpu"))
-    assert layout.input_ids.shape[1] - 54 * 19 > 24
-    batch = MicroBatch.build(rows, torch.device("cpu"), Packed)
-    assert policy.scores(batch, Sampling(17))[0].isfinite().all()
+    if notes:
+        with pytest.raises(ConfigError) as caught:
+            list(choose_layout(run_with_flex("flex_attention"), world, policy, None))
+        assert caught.value.key == "model.attention"

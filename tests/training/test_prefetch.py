@@ -184,20 +184,6 @@ def test_an_error_of_the_thread_is_raised_when_the_trainer_waits() -> None:
             one.rollouts(2)
 
 
-def test_two_steps_ahead_ready_batches_are_used_before_a_later_error_is_raised() -> None:
-    sampler = ScriptedSampler()
-    with ahead(collector(sampler), staleness=2, in_flight=True) as one:
-        sampler.allow(2)
-        one.rollouts(1)
-        until(lambda: len(one.state(0).ready) == 1)
-        sampler.error = EngineError("the server is gone")
-        sampler.allow(1)
-        until(lambda: one._error is not None)
-        assert uids(one.rollouts(2)) == [2, 3]
-        with pytest.raises(EngineError, match="the server is gone"):
-            one.rollouts(3)
-
-
 def test_a_checkpoint_saves_ready_batches_and_no_draws_of_running_steps() -> None:
     sampler = ScriptedSampler()
     made = collector(sampler)
@@ -271,24 +257,6 @@ def test_a_failed_step_is_drawn_again(surplus: str) -> None:
             one.rollouts(2)
         assert one.state(2) == before
     assert bool(before.leftover) == (surplus == "carry")
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_a_step_that_was_not_trained_is_saved(staleness: int) -> None:
-    """A run may stop between a step's rollouts and its update. Without prefetch it is drawn again."""
-    sampler = ScriptedSampler()
-    sampler.allow(99)
-    with ahead(collector(sampler), staleness, steps=8) as one:
-        for step in (1, 2):
-            sync(one, sampler, step)
-            before, taken = one.state(step), one.rollouts(step)
-        one.wait_until_idle(3)
-        if not staleness:
-            assert one.state(2) == before
-            assert one.state(3).draws > before.draws
-        else:
-            assert [uids(saved) for saved in one.state(2).ready] == [uids(taken), [4, 5]]
-            assert [uids(saved) for saved in one.state(3).ready] == [[4, 5]]
 
 
 def test_spans_survive_a_checkpoint_and_a_changed_config_does_not(

@@ -144,17 +144,6 @@ def test_the_shares_are_uneven(rows: list[Row], n: int) -> None:
     assert max(len(counts) for counts in micro_batches) > 1
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_uneven_loads_make_equal_numbers_of_collective_calls(results, n: int, parallel: str) -> None:
-    """One process has a long row, the others have many micro-batches, and some rows are skipped."""
-    shares = Packed.deal([row for row in updating.uneven(n) if row.advantage], n)
-    micro_batches = [len(Packed.pack(share, updating.LITTLE)) for share in shares]
-    assert max(micro_batches) >= min(micro_batches) + 2
-    counts = [results[n, rank, parallel]["collectives"] for rank in range(n)]
-    assert counts[0]["gloo:all_reduce"] >= 1
-    assert all(one == counts[0] for one in counts)
-
-
 def assert_same(one: dict[str, Any], other: dict[str, Any], tolerance: float, where: object) -> None:
     assert (one["weights"] - other["weights"]).abs().max() <= tolerance, where
     if "mixed" in one:
@@ -221,15 +210,6 @@ def test_packed_and_padded_rows_give_the_same_update(results) -> None:
     """Their micro-batches split groups differently."""
     alone = results[1, 0, "ddp"]
     assert (alone["padded"]["weights"] - alone["grpo"]["weights"]).abs().max() <= 1e-6
-
-
-def test_the_algorithms_differ(results) -> None:
-    """The tests above need algorithms with different updates."""
-    names = [name for name in updating.ALGORITHMS if name not in ("checkpointing", *updating.IN_16_BITS, "padded")]
-    weights = [results[1, 0, "ddp"][name]["weights"] for name in names]
-    for i, one in enumerate(weights):
-        for other in weights[:i]:
-            assert (one - other).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("saved", ["ddp", "fsdp2"])

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from grpocli.distributed import sharded_safetensors as shards
 
@@ -51,39 +50,6 @@ def test_every_tensor_is_written_once(tmp_path, monkeypatch, size: int, full: in
     wanted = [k // per_file + 1 for k in range(10)]
     assert [files[f"w{k}"] for k in range(10)] == [f"model-{n:05}.safetensors" for n in wanted]
     assert all(by_rank) == (size == 1 or full < 2**31)  # every process writes a part
-
-
-def test_a_process_holds_at_most_one_file_in_memory(tmp_path, monkeypatch) -> None:
-    """A process writes its file of a round before it receives tensors of the next one."""
-    monkeypatch.setattr(shards, "FILE_BYTES", 48)
-    there: list[int] = []
-
-    def walked():
-        for item in TENSORS.items():
-            there.append(len(list(tmp_path.iterdir())))
-            yield item
-
-    world: Any = OneOf(1, 3)
-    shards.write(walked(), tmp_path, "model", world)
-    assert there == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
-
-
-def test_floats_are_cast_and_counters_are_not(tmp_path) -> None:
-    (files,) = written(tmp_path, 1, dtype=torch.bfloat16)
-    saved = load_file(tmp_path / files["w1"])
-    assert saved["w1"].dtype == torch.bfloat16
-    assert saved["count"].equal(TENSORS["count"])
-
-
-def test_transformers_loads_a_model_in_many_files(tmp_path, monkeypatch, little_model) -> None:
-    monkeypatch.setattr(shards, "FILE_BYTES", 20_000)
-    world: Any = OneOf(0, 1)
-    files = shards.write(little_model.named_parameters(), tmp_path, "model", world)
-    assert len(set(files.values())) > 2
-    shards.write_index(files, tmp_path / "model.safetensors.index.json")
-    little_model.config.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert all(loaded.get_parameter(name).equal(p) for name, p in little_model.named_parameters())
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4)])

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from composed import built
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from grpocli.config.schema import Train
@@ -240,30 +238,6 @@ def went_on(world: World, folder: Path, start: Path, end: Path) -> dict[str, obj
     return {"metrics": metrics, "weights": whole(policy)}
 
 
-LITTLE = 28
-
-
-def uneven(n: int) -> list[Row]:
-    """One of `n` processes gets a long and a short row, the others get many groups; one group has no signal."""
-    lengths = [[100, 1], *[[8, 8]] * (4 * (n - 1)), [5, 5]]
-    return [
-        Row([2, 5 + group], [7] * length, [1] * length, (k - 0.5) * (pair != [5, 5]), group, [-3.0] * length)
-        for group, pair in enumerate(lengths)
-        for k, length in enumerate(pair)
-    ]
-
-
-def counted(world: World, folder: Path) -> Counter[str]:
-    """The number of collective calls of an update with `uneven` rows."""
-    policy, optimizer = loaded(world, folder / "model", descent)
-    updater = updater_of(world, folder, policy, optimizer, ("algorithm=grpo", "algorithm/kl=none"), AdamW(lr=0.1))
-    updater.train = Train(micro_batch_tokens=LITTLE)
-    rows = uneven(world.size)
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        train_step(updater, rows, rows[-1].group + 1)
-    return Counter(event.name for event in seen.events() if event.name.startswith("gloo:"))
-
-
 def sampled(world: World, folder: Path) -> list[list[int]]:
     """Each process samples a different number of tokens, more than once."""
     policy, _ = loaded(world, folder / "model", descent)
@@ -320,8 +294,6 @@ def everything(world: World, folder: Path, parallel: str) -> dict[str, Any]:
     names = [name for name in tried if name != "lora" or parallel != "zero3"]
     results: dict[str, Any] = {name: descended(world, folder, name) for name in names}
     results["overflowed"] = overflowed(world, folder)
-    if world.size > 1 and parallel in ("ddp", "fsdp2"):
-        results["collectives"] = dict(counted(world, folder))
     if parallel != "zero3":
         results["sampled"] = sampled(world, folder)
     return results

@@ -9,8 +9,8 @@ import pytest
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.rewards.math import Math
-from grpocli.rewards.reward import BaseReward, Sample
-from grpocli.rewards.text_match import Format, Number
+from grpocli.rewards.reward import Sample
+from grpocli.rewards.text_match import Number
 from grpocli.tasks.prompt_source import doubtful_choices
 from grpocli.training.accuracy import AccuracyRewards
 from grpocli.types import Completion, Group, Prompt, Rollout
@@ -46,25 +46,6 @@ def test_each_number_follows_its_definition() -> None:
 def test_results_without_a_score_are_null_in_json() -> None:
     found = TaskResult.of("sums", ACCURACY, [group("a", ["1"], [NAN])], [], 8)
     assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["scores"]["greedy"]["value"] is None
-
-
-@pytest.mark.parametrize(
-    ("reward", "scores", "doubted"),
-    [
-        (Format(), [0.0, 1.0, NAN], False),
-        (Format(), [0.0, 0.0, 0.0], True),
-        (Format(), [1.0, 1.0, NAN], True),
-        (Format(), [-1.0, 1.0, 1.0], False),  # two verdicts
-        (Format(), [0.0, 0.5, 1.0], False),
-        (Format(), [3.0, 17.0, 5.0], True),
-        (Format(), [-0.5, 0.0, 0.5], True),
-        (Format(), [NAN, NAN, 1.0], False),
-        (Number(), [0.0, 0.0, 0.0], False),  # it decides; the model is weak
-    ],
-)
-def test_scores_that_measure_no_accuracy_are_doubted(reward: BaseReward, scores: list[float], doubted: bool) -> None:
-    accuracy = AccuracyRewards({"": "right"}, {"right": reward})
-    assert list(accuracy.doubts([group("a", ["1", "2", "3"], scores)])) == ["right"] * doubted
 
 
 @pytest.mark.parametrize(
