@@ -97,7 +97,6 @@ def training_overrides(row: Row) -> list[str]:
         "rollout.group_size=2",
         f"train.micro_batch_tokens={row['tokens']}",
         "train.gradient_checkpointing=true",
-        f"train.activation_offload={str(row['offload']).lower()}",
     ]
 
 
@@ -321,7 +320,7 @@ def training_table(folder: Path) -> list[str]:
         seconds, memory = demand_of(row, folder).seconds(costs), "- | - | -"
         others = fit_training([r for r in halves(rows)[0] if r["model"] != row["model"]], folder)
         unseen = demand_of(row, folder).seconds(others) / row["seconds"]
-        if row["type"] == "rl":  # their supervised training keeps all logits
+        if row["type"] == "rl" and not row["offload"]:  # their supervised training keeps all logits
             planned = planned_memory(row, folder) / GIB
             memory = f"{planned:.1f} | {row['memory_gib']:.1f} | {planned / row['memory_gib']:.2f}"
         lines.append(

@@ -40,26 +40,25 @@ def measured(name: str, folder: Path, steps: int, options: tuple[str, ...] = ())
     }
 
 
-def kept(name: str, folder: Path, checkpointing: bool) -> tuple[float, float]:
-    """GiB that autograd keeps of a micro-batch, and of these what `train.activation_offload` moves from a GPU."""
-    code = f"import long_rows; print(*long_rows.bytes_kept({name!r}, {str(folder)!r}, {checkpointing}))"
+def kept(name: str, folder: Path, checkpointing: bool) -> float:
+    """GiB that autograd keeps of a micro-batch."""
+    code = f"import long_rows; print(long_rows.bytes_kept({name!r}, {str(folder)!r}, {checkpointing}))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])
-    all_bytes, moved = map(int, done.stdout.split()[-2:])
-    return all_bytes / 2**30, moved / 2**30
+    return int(done.stdout.split()[-1]) / 2**30
 
 
-def bytes_kept(name: str, folder: str, checkpointing: bool) -> tuple[int, int]:
+def bytes_kept(name: str, folder: str, checkpointing: bool) -> int:
     """The bytes of `kept`, counted in this process on a CPU: each memory once, without weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from grpocli.models.loading import checkpoint_activations
     from grpocli.training.packing import MicroBatch
-    from grpocli.training.policy import LEAST_OFFLOADED, ActivationOffload, Policy
+    from grpocli.training.policy import Policy
     from grpocli.training.trials import pack
     from grpocli.types import Row, Sampling
 
@@ -77,22 +76,16 @@ def bytes_kept(name: str, folder: str, checkpointing: bool) -> tuple[int, int]:
     batch = MicroBatch.build(rows, torch.device("cpu"), policy.layout(Sampling(1)))
     known, found = {weight.untyped_storage().data_ptr() for weight in model.parameters()}, {}
 
-    class Counted(ActivationOffload):
-        def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-            memory = tensor.untyped_storage()
-            if memory.data_ptr() not in known:
-                large = tensor.numel() * tensor.element_size() >= LEAST_OFFLOADED
-                before, was = found.get(memory.data_ptr(), (0, False))
-                found[memory.data_ptr()] = (max(before, memory.nbytes()), was or large)
-            return tensor
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in known:
+            found[memory.data_ptr()] = max(found.get(memory.data_ptr(), 0), memory.nbytes())
+        return tensor
 
-        def unpack(self, tensor: Any) -> torch.Tensor:
-            return tensor  # type: ignore[no-any-return]
-
-    with Counted(model.parameters()):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         scores = policy.scores(batch, Sampling(1))
     assert scores.logp.requires_grad
-    return sum(size for size, _ in found.values()), sum(size for size, large in found.values() if large)
+    return sum(found.values())
 
 
 def tokens(work: Workload) -> int:
@@ -118,12 +111,12 @@ def lengths_table(found: dict[str, list[dict[str, float]]]) -> str:
 
 def activations_table(found: dict[str, list[dict[str, float]]]) -> str:
     rows = [
-        "| | s | GiB of a process | kept for the backward pass, GiB | of it moved by activation_offload |",
-        f"|{'---|' * 5}",
+        "| | s | GiB of a process | kept for the backward pass, GiB |",
+        f"|{'---|' * 4}",
     ]
     for name, runs in found.items():
-        counted = [f"{middle(runs, key):.2f}" if key in runs[0] else "" for key in ("kept", "moved")]
-        rows.append(f"| {name} | {middle(runs, 'seconds'):.2f} | {middle(runs, 'GiB'):.2f} | {' | '.join(counted)} |")
+        counted = f"{middle(runs, 'kept'):.2f}" if "kept" in runs[0] else ""
+        rows.append(f"| {name} | {middle(runs, 'seconds'):.2f} | {middle(runs, 'GiB'):.2f} | {counted} |")
     return "\n".join(rows)
 
 
@@ -151,7 +144,7 @@ def main() -> None:
                 for name, (work, options) in measurements[table].items():
                     run = measured(work, folder, args.steps, options)
                     if table == "activations" and options in ((), (CHECKPOINTING,)):
-                        run["kept"], run["moved"] = kept(work, folder, bool(options))
+                        run["kept"] = kept(work, folder, bool(options))
                     found[name].append(run)
                     print(f"{name}: {run}", file=sys.stderr, flush=True)
             text = {"lengths": lengths_table, "activations": activations_table}[table](found)

@@ -33,9 +33,6 @@ class Train:
     """Most tokens of a forward pass, padding included; bounds memory, never changes the gradient."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
-    activation_offload: bool = False
-    """Keep a GPU's activations in the CPU's memory until the backward pass; with gradient_checkpointing these are the
-    inputs of the layers."""
     packed: bool = True
     """Put rows end to end, with each prompt once for its group, where the model's attention allows it; false: side by
     side with padding."""

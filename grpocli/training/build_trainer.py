@@ -228,7 +228,7 @@ def _policy(run: Run, job: EngineJob, world: World, model: PreTrainedModel) -> t
     dtype = getattr(torch, job.dtype)
     wrapped, optimizer = world.parallel.prepare(model, dtype, partial(make_optimizer, run.optim))
     policy = Policy(model, wrapped, dtype, world.parallel)
-    policy.recomputes, policy.offloads = run.train.gradient_checkpointing, run.train.activation_offload
+    policy.recomputes = run.train.gradient_checkpointing
     policy.shared_with = world.context_parallel
     policy.packed = FlexPacked if takes_flex(run.model.attention, world.device.type == "cuda") else Packed
     return policy, optimizer

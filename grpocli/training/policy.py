@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 
     from grpocli.distributed.context_parallel import ContextParallel
     from grpocli.types import Sampling
-
-
-LEAST_OFFLOADED = 2**20
-"""Bytes of the smallest tensor that an `ActivationOffload` moves."""
 
 
 class Policy:
@@ -42,8 +38,8 @@ class Policy:
         """Whether its logits are exactly the output of its output head, as trials find out."""
         self.compiles = False
         """Whether decoder layers are compiled."""
-        self.recomputes = self.offloads = False
-        """Whether the backward pass computes activations again, and whether they wait for it in the CPU's memory."""
+        self.recomputes = False
+        """Whether the backward pass computes activations again."""
         self.shared_with: ContextParallel | None = None
         """The processes that share each micro-batch; None: this one alone."""
 
@@ -71,8 +67,7 @@ class Policy:
         where the backward pass of a micro-batch needs all casts anyway: otherwise they would take more memory. Compiled
         layers cast in their graphs.
         """
-        lean = self.recomputes or self.offloads
-        return nullcontext() if lean else torch.autocast(self.model.device.type, enabled=False)
+        return nullcontext() if self.recomputes else torch.autocast(self.model.device.type, enabled=False)
 
     @contextmanager
     def sampling_mode(self) -> Iterator[None]:
@@ -104,8 +99,7 @@ class Policy:
 
         Calls `wrapped`: every process must call it equally often.
         """
-        with ActivationOffload(self.model.parameters()) if self.offloads else nullcontext():
-            return completion_scores(self.wrapped, batch, sampling, self.autocast(), entropy_gradient, self.at_head)
+        return completion_scores(self.wrapped, batch, sampling, self.autocast(), entropy_gradient, self.at_head)
 
     @torch.no_grad()
     def scores_without_gradient(self, batch: MicroBatch, sampling: Sampling) -> TokenScores:
@@ -174,40 +168,3 @@ class BaseReference(Reference):
         """Log-probs [B, T] of the completions, in nats."""
         with switched_off(self.model):
             return super().logp(batch, sampling)
-
-
-class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
-    """train.activation_offload: a block in which the large tensors that autograd keeps wait in the CPU's memory.
-
-    They are moved back for the backward pass. torch's `save_on_cpu` would move weights, too. Copies go through pinned
-    memory, in the order of the GPU's other work, so the CPU does not wait for them.
-    """
-
-    def __init__(self, weights: Iterable[Tensor], devices: tuple[str, ...] = ("cuda",)) -> None:
-        """weights: tensors that stay. devices: the kinds of devices that are relieved."""
-        self.devices, self.moved = devices, 0
-        self.stays = {_storage(weight) for weight in weights}
-        super().__init__(self.pack, self.unpack)
-
-    def pack(self, tensor: Tensor) -> tuple[torch.device, Tensor] | Tensor:
-        """What is kept of a tensor."""
-        if not self.moves(tensor):
-            return tensor
-        self.moved += 1
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        return tensor.device, copy.copy_(tensor, non_blocking=True)
-
-    def moves(self, tensor: Tensor) -> bool:
-        """Whether a tensor is moved: a large one of these devices that is no weight."""
-        large = tensor.numel() * tensor.element_size() >= LEAST_OFFLOADED
-        return large and tensor.device.type in self.devices and _storage(tensor) not in self.stays
-
-    def unpack(self, kept: tuple[torch.device, Tensor] | Tensor) -> Tensor:
-        """The tensor, on its device."""
-        return kept if isinstance(kept, Tensor) else kept[1].to(kept[0], non_blocking=True)
-
-
-def _storage(tensor: Tensor) -> int:
-    """A number of the tensor's memory, which views share."""
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return int(local.untyped_storage()._cdata)

@@ -220,7 +220,7 @@ def takes_compiled(run: Run, processes: int, flex: bool, parameters: int, expert
     if run.model.compile is not None:
         return bool(run.model.compile)
     whole = processes == 1 or (run.hardware.parallel == "ddp" and run.hardware.context_parallel == 1)
-    plain = not (experts or run.model.quantization or run.train.activation_offload)
+    plain = not (experts or run.model.quantization)
     return flex and whole and plain and parameters >= LARGE
 
 

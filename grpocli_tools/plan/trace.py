@@ -26,7 +26,6 @@ from grpocli.models.loading import checkpoint_activations
 from grpocli.training import logprobs
 from grpocli.training.logprobs import completion_scores, mark_head, output_head
 from grpocli.training.packing import FlexPacked, MicroBatch, Packed, Padded
-from grpocli.training.policy import ActivationOffload
 from grpocli.types import Row
 from grpocli_tools.plan.model_size import empty_model, quantized_linear, with_layers
 from grpocli_tools.plan.resources import shares_weights
@@ -135,7 +134,7 @@ def micro_batch_bytes(
         (
             with_layers(config, layers).to_json_string(use_diff=False),
             (run.model, run.rollout.sampling, run.algorithm.needs_entropy_gradient, shares_weights(run)),
-            (run.train.gradient_checkpointing, run.train.activation_offload, shape, dtype),
+            (run.train.gradient_checkpointing, shape, dtype),
         )
     )
     if key not in _traced:
@@ -169,10 +168,9 @@ def _micro_batch_bytes(
             plain = dtype == torch.float32 or shares_weights(run)
             computing: Any = nullcontext() if plain else torch.autocast("cpu", dtype=dtype)
             gradient = run.algorithm.needs_entropy_gradient
-            with _Elsewhere(model.parameters()) if run.train.activation_offload and shape.gpu else nullcontext():
-                logp, entropy, _ = completion_scores(
-                    model, batch, run.rollout.sampling, computing, gradient, at_head, on_cpu=not shape.gpu
-                )
+            logp, entropy, _ = completion_scores(
+                model, batch, run.rollout.sampling, computing, gradient, at_head, on_cpu=not shape.gpu
+            )
             kept, forward = allocated.live, allocated.peak
             if shape == TWO_TOKENS:
                 return kept, forward, kept
@@ -247,19 +245,6 @@ def _ends_with_its_head(model: torch.nn.Module) -> bool:
         return False
     found, mark = mark_head(head, model)
     return found is mark
-
-
-class _Elsewhere(ActivationOffload):
-    """An offload whose copies are not counted."""
-
-    def __init__(self, weights: Iterable[Tensor]) -> None:
-        super().__init__(weights, devices=("cpu",))  # the device of fake tensors
-
-    def pack(self, tensor: Tensor) -> Any:
-        return (tensor.shape, tensor.dtype) if self.moves(tensor) else tensor
-
-    def unpack(self, kept: Any) -> Tensor:
-        return kept if isinstance(kept, torch.Tensor) else torch.empty(kept[0], dtype=kept[1])
 
 
 class _Quantized(torch.nn.Linear):

@@ -128,7 +128,6 @@ def test_a_model_that_torch_cannot_compile_stays_eager(world: World, monkeypatch
         ((), 2, False, LARGE, False, False),
         ((), 2, True, LARGE, True, False),
         (("hardware.parallel=fsdp2",), 2, True, LARGE, False, False),
-        (("train.activation_offload=true",), 2, True, LARGE, False, False),
         (("model.compile=true",), 2, False, 1, False, True),
     ],
 )

@@ -473,15 +473,6 @@ def test_training_and_vllm_machines_are_separate_devices() -> None:
     assert (cpus.resources.servers, gpus.resources.servers) == (6, 3)
 
 
-@pytest.mark.survival
-def test_offloaded_activations_are_not_counted_on_the_gpu(on_gpus: list[str]) -> None:
-    given = [*on_gpus, "engine=vllm", "hardware.parallel=ddp"]
-    plain, moved = planned(*given), planned(*given, "train.activation_offload=true")
-    assert update(moved, "activations") < update(plain, "activations") / 4
-    assert update(moved, "backward") > 0
-    assert moved.traced.total < plain.traced.total
-
-
 def test_compiled_layers_keep_less_and_wait_less(on_gpus: list[str]) -> None:
     eager, compiled = (planned(*on_gpus, "hardware.parallel=ddp", f"model.compile={on}") for on in ("false", "true"))
     assert compiled.traced.activations == int(0.6 * eager.traced.activations)
