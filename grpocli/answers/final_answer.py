@@ -51,15 +51,11 @@ NEGATIVE = re.compile(
 
 THINK, THOUGHT = re.compile("<think>", re.I), re.compile("</think>", re.I)
 TAG, END_TAG = re.compile("<answer>", re.I), re.compile("</answer>", re.I)
-HASHES = "####"
 BRACES = re.compile(r"\\{1,2}(?:boxed|fbox)\s*(?P<open>\{)?(?P<bare>[A-Za-z0-9.]+)?|\\.|[{}]", re.DOTALL)
 OPEN_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 GAP = re.compile(
     r"(?:[\s$,;&]|\\[()\[\],;!]|\\q?quad|\\text\{[^{}]*\b(?:and|or)\b[^{}]*\}|and|or|[A-Za-z]_?\{?\d?\}?\s*=)*"
 )
-"""Text between two boxes or formulas that makes them one list."""
-LONGEST_GAP = 60
-"""Characters of such text."""
 LONG = re.compile(r"\n|[.!?:]\s+[A-Z][a-z]")
 """What a short text does not have."""
 LONGEST = 2000
@@ -174,7 +170,7 @@ def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
 
 def _joins(text: str, begin: int, end: int) -> bool:
     """Whether the text between two boxes or formulas makes them one list."""
-    return end - begin <= LONGEST_GAP and GAP.fullmatch(text, begin, end) is not None
+    return end - begin <= 60 and GAP.fullmatch(text, begin, end) is not None
 
 
 def marked(text: str) -> str | None:
@@ -183,15 +179,12 @@ def marked(text: str) -> str | None:
         return box
     if len(parts := TAG.split(text)) > 1:
         return END_TAG.split(parts[-1], maxsplit=1)[0].strip()  # </answer> may have been the stop string
-    if HASHES in text:
-        return text.rpartition(HASHES)[2].strip()
-    return None
+    return text.rpartition("####")[2].strip() if "####" in text else None
 
 
 def final_answer(text: str) -> str:
     """The final answer of a completion as text; without a mark, all text after the thinking part."""
-    rest = after_thinking(text)
-    answer = marked(rest)
+    answer = marked(rest := after_thinking(text))
     return rest.strip() if answer is None else answer
 
 
@@ -208,8 +201,7 @@ def answer_expression(text: str) -> str:
 
     What a box, a tag or "####" marks is the whole answer; without a mark, the last expression is.
     """
-    rest = after_thinking(text)
-    answer = marked(rest)
+    answer = marked(rest := after_thinking(text))
     return last_expression(normalize_text(rest[-LONGEST:])) if answer is None else normalize_text(answer)
 
 
@@ -231,8 +223,7 @@ def chosen_letter(text: str) -> str:
     It is the last letter after "answer is", "option" or the like; else the first of the answer, as in "(B) 42"; else
     the only letter in the last sentence.
     """
-    rest = after_thinking(text)
-    answer = marked(rest)
+    answer = marked(rest := after_thinking(text))
     plain = REJECTED.sub("", STYLED.sub(r"\1", (rest if answer is None else answer)[-LONGEST:])).strip()
     found = next(reversed(list(CHOSEN.finditer(plain))), None) or LEADING.match(plain)
     if found:

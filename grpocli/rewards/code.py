@@ -106,12 +106,8 @@ class CodeReward(Correctness):
     def _results(self, samples: Sequence[Sample]) -> list[Any]:
         """A `SubmissionResult` as a dict, or a Failure, for each sample."""
         backend = self._backend()
-        results: list[Any] = [_submission(sample, self.answer_column) for sample in samples]
-        valid = [i for i, submission in enumerate(results) if not isinstance(submission, Failure)]
-        items = [[results[i], self._limits, backend, self.python] for i in valid]
-        for i, result in zip(valid, self._pool().map(items), strict=True):
-            results[i] = result
-        return results
+        given = [_given(sample, self.answer_column) for sample in samples]
+        return self._pool().map([[one, self._limits, backend, self.python] for one in given])
 
     @property
     def _limits(self) -> dict[str, Any]:
@@ -145,15 +141,12 @@ def working_backend(python: str | None, limits: Limits, unsafe: bool) -> str:
         return select_backend(python, limits)
 
 
-def _submission(sample: Sample, column: str) -> dict[str, Any] | Failure:
-    columns = sample.columns
-    tests = columns.get(column)
-    if not isinstance(tests, str | list | tuple | dict) or not tests:
-        return Failure(f"the example has no tests in the column {column!r}: a text or a list of texts")
-    optional = {"before": "before", "setup": "setup", "reference": "answer", "entry_point": "entry_point"}
-    texts = {name: columns[own] for name, own in optional.items() if isinstance(columns.get(own), str)}
-    name = texts.get("entry_point") or function_name(columns.get("metadata"))
-    return {"text": _answer(sample.text), **texts, "tests": json.dumps([tests, name])}
+def _given(sample: Sample, column: str) -> dict[str, str]:
+    """The completion, and the example's tests as JSON and other columns that are texts."""
+    names = ("before", "setup", "answer", "entry_point")
+    texts = {name: text if isinstance(text := sample.columns.get(name), str) else "" for name in names}
+    name = texts["entry_point"] or function_name(sample.columns.get("metadata"))
+    return {"text": _answer(sample.text), **texts, "tests": json.dumps([sample.columns.get(column), name], default=str)}
 
 
 def _answer(text: str) -> str:
@@ -167,9 +160,7 @@ def _answer(text: str) -> str:
     return tagged if BLOCK.search(tagged) or not BLOCK.search(rest) else rest
 
 
-def run_submission(
-    submission: dict[str, Any], limits: dict[str, Any], backend: str, python: str | None
-) -> dict[str, Any]:
+def run_submission(given: dict[str, str], limits: dict[str, Any], backend: str, python: str | None) -> dict[str, Any]:
     """A `SubmissionResult` as a dict. Runs in a worker process.
 
     Raises SandboxError if the program could not be run, ValueError for tests that are none.
@@ -177,13 +168,12 @@ def run_submission(
     from grpocli.sandbox.backends import backend_named
     from grpocli.sandbox.sandbox import Limits, Submission, run
 
-    tests, before = problem_tests(submission["tests"]), submission.get("before", "")
-    setup = "\n".join([*tests.imports, submission.get("setup", "")])
-    reference, entry_point = submission.get("reference", ""), ROOT.split(submission.get("entry_point", ""))[0]
-    if "Solution" in tests.names and "class Solution" in reference:
+    tests, before, answer = problem_tests(given["tests"]), given["before"], given["answer"]
+    setup, entry_point = "\n".join([*tests.imports, given["setup"]]), ROOT.split(given["entry_point"])[0]
+    if "Solution" in tests.names and "class Solution" in answer:
         entry_point = "Solution"  # the name of a method alone is none of the module's
-    code = program(submission["text"], (tests.names - symbols(setup)[0] | {entry_point}) - {""}, before)
-    known = (before + reference, entry_point) if reference else ()
+    code = program(given["text"], (tests.names - symbols(setup)[0] | {entry_point}) - {""}, before)
+    known = (before + answer, entry_point) if answer else ()
     if _pass_alone(Submission("", tuple(tests.cases), setup, *known), Limits(**limits), backend, python):
         raise ValueError("its tests cannot fail: they pass without a program")
     return asdict(run(Submission(code, tests.cases, setup, *known), Limits(**limits), backend_named(backend, python)))

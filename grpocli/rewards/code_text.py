@@ -240,6 +240,8 @@ class _Checks(ast.NodeTransformer):
 def problem_tests(given: str) -> ProblemTests:
     """The tests of a problem, from JSON of the tests and the entry point. Raises ValueError for tests that are none."""
     value, entry_point = json.loads(given)
+    if not value:
+        raise ValueError("the example has no tests")
     found = ProblemTests(entry_point)
     found.add(value)
     found.names -= found.defined

@@ -149,9 +149,8 @@ class Judge(BaseReward):
         """The body of the request; in ASCII, since a lone surrogate is not valid UTF-8."""
         values = {name: sample.columns.get(name) for name in self.fields}
         values |= {"prompt": _text(sample.prompt), "completion": _text(sample.completion)}
-        messages = [{"role": "user", "content": ByColumn().format(self.prompt, **values)}]
-        if self.system is not None:
-            messages.insert(0, {"role": "system", "content": self.system})
+        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        messages.append({"role": "user", "content": ByColumn().format(self.prompt, **values)})
         body = {"model": self.model, "max_tokens": self.max_tokens, "temperature": self.temperature}
         return json.dumps({**body, "messages": messages})
 

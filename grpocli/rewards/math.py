@@ -45,13 +45,9 @@ class Math(Correctness):
         references = [[answer, None] for _, answer in pairs]
         scores: list[list[Score]] = [[one] if isinstance(one, Failure) else [] for one in answers]
         for (i, _), score in zip(pairs, score_items(self._pool(), items, references), strict=True):
-            match score:
-                case Failure():
-                    scores[i].append(score)
-                case Forfeit():
-                    scores[i].append(Forfeit(self.wrong, score.reason))
-                case _:
-                    scores[i].append(self.value(score == 1))
+            if not isinstance(score, Failure):
+                score = Forfeit(self.wrong, score.reason) if isinstance(score, Forfeit) else self.value(score == 1)
+            scores[i].append(score)
         return [best_of(one) for one in scores]
 
     def votes(self, samples: Sequence[Sample]) -> list[str]:

@@ -91,9 +91,11 @@ class PythonReward(BaseReward):
             raise ConfigError(problem, key=self.key, value=self.function, hint=hint)
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        names = {name for name, _, _ in self._parameters or ()}
-        takes_all = any(kind == "VAR_KEYWORD" for _, kind, _ in self._parameters or ())
-        given = {name: value for name, value in self._arguments(samples).items() if takes_all or name in names}
+        given, parameters = arguments(samples), self._parameters or ()
+        if self.per_group:
+            given[SCORES] = {name: [sample.scores[name] for sample in samples] for name in samples[0].scores}
+        if not any(kind == "VAR_KEYWORD" for _, kind, _ in parameters):
+            given = {name: given[name] for name, _, _ in parameters if name in given}
         if not self.process:
             return scores_of(load(self.function, self.key), given, len(samples))
         if IDS in given:
@@ -108,17 +110,13 @@ class PythonReward(BaseReward):
     def close(self) -> None:
         self._pool.close()
 
-    def _arguments(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        scores = {name: [sample.scores[name] for sample in samples] for name in samples[0].scores}
-        return arguments(samples) | ({SCORES: scores} if self.per_group else {})
-
     @cached_property
     def _parameters(self) -> list[Parameter] | None:
         """The function's parameters; None for a class. Raises ConfigError if it cannot be imported."""
         if not self.process:
             return parameters_of(load(self.function, self.key))
         try:
-            (found,) = self._pool.map([self._import])
+            (found,) = self._pool.map([self._pool.first])
         except RunError as error:
             raise ConfigError(f"importing it failed: {error}", key=self.key, value=self.function) from error
         if isinstance(found, Failure):
@@ -126,14 +124,10 @@ class PythonReward(BaseReward):
         parameters: list[Parameter] | None = found
         return parameters
 
-    @property
-    def _import(self) -> list[Any]:
-        return ["parameters", self.function, self.key, time.time()]
-
     @cached_property
     def _pool(self) -> WorkerPool:
-        function = "grpocli.rewards.python:in_worker"
-        return WorkerPool(function, 1, self.timeout, variables=os.environ, trusted=True, first=self._import)
+        function, first = "grpocli.rewards.python:in_worker", ["parameters", self.function, self.key, time.time()]
+        return WorkerPool(function, 1, self.timeout, variables=os.environ, trusted=True, first=first)
 
 
 def in_worker(kind: str, spec: str, key: str, *given: Any) -> Any:
@@ -195,7 +189,7 @@ async def _awaited(result: Any) -> Any:
     return await result
 
 
-def arguments(samples: Sequence[Sample]) -> dict[str, list[Any]]:
+def arguments(samples: Sequence[Sample]) -> dict[str, Any]:
     """The keyword arguments of a TRL reward function. A column that a sample lacks is None for it."""
     columns = dict.fromkeys(name for sample in samples for name in sample.columns)
     return {

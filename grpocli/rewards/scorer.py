@@ -1,9 +1,7 @@
 """Scores rollouts with all rewards of a run. A sample that cannot be scored is counted, never scored 0.
 
-One route leads from a rollout to its scores: a `ScoredRollout` gets a score from each reward, which
-`Scorer.add_scores` adds where it is missing. `StreamingScorer` calls it for the groups that have arrived, with the
-rewards that score samples independently, and at the end for all rollouts, with all rewards; those that see the group
-come last, since they get the scores of the others.
+`Scorer.add_scores` gives a `ScoredRollout` the scores that it lacks. `StreamingScorer` calls it for the groups that
+have arrived, with the rewards that score samples independently, and at the end for all rollouts, with all rewards.
 """
 
 from __future__ import annotations
@@ -140,7 +138,7 @@ class Scorer:
         rewards that see the group.
         """
         scored = [
-            ScoredRollout(one, Sample.of(one, max_tokens), {name: _without_nan(one.rewards[name]) for name in known})
+            ScoredRollout(one, Sample.of(one, max_tokens), {name: one.rewards[name] for name in known})
             for one in rollouts
         ]
         return self.add_missing_scores(scored, enter, progress)
@@ -194,8 +192,8 @@ class Scorer:
     def _with_scores(self, one: ScoredRollout) -> Sample:
         """The sample with the scores of the rewards that do not see the group."""
         names = self.tasks.get(one.sample.task, one.scores)
-        seen = [name for name in names if name in one.scores and not self.sees_group(name)]
-        return replace(one.sample, scores={name: _without_nan(_number(one.scores[name])) for name in seen})
+        numbers = {n: _number(one.scores[n]) for n in names if n in one.scores and not self.sees_group(n)}
+        return replace(one.sample, scores={n: None if math.isnan(number) else number for n, number in numbers.items()})
 
     def _stats(self, rollouts: Sequence[ScoredRollout], seconds: float) -> ScoreStats:
         by_task: dict[str, list[ScoredRollout]] = {}
@@ -354,10 +352,6 @@ def _batches(reward: BaseReward, rollouts: Sequence[ScoredRollout]) -> Iterator[
 def _number(score: Score) -> float:
     """The score as a number; NaN where a reward does not apply or failed."""
     return math.nan if score is None or isinstance(score, Failure) else float(score)
-
-
-def _without_nan(score: float) -> float | None:
-    return None if math.isnan(score) else score
 
 
 def _sentence(sample: Sample, reason: str) -> str:

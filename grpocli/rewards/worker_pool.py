@@ -88,10 +88,8 @@ class Worker:
             problem = self._receive(START_TIMEOUT)
             if not problem and self._first is not None:
                 self._receive(START_TIMEOUT)
-        except TimeoutError:
-            problem = f"it took longer than {START_TIMEOUT:g} s"
-        except ConnectionError:
-            problem = "its process died"
+        except (TimeoutError, ConnectionError) as error:
+            problem = str(error) or type(error).__name__
         if problem:
             raise RunError(f"a worker process for {function} did not start: {problem}")
         self.ready = True
@@ -116,7 +114,7 @@ class Worker:
         while b"\n" not in self._buffer:
             self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
             if not (piece := self._socket.recv(65536)):
-                raise ConnectionError
+                raise ConnectionError("its process died")
             self._buffer += piece
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
@@ -143,12 +141,11 @@ def _print(stderr: IO[bytes]) -> None:
 
 
 class WorkerPool:
-    """Calls a function in worker processes, which live until `close`. They start at the first `map`, or with `start`.
+    """Calls a function in worker processes, which live from the first `map`, or from `start`, until `close`.
 
     function: `module:name`. timeout: seconds for an item. variables: names of environment variables that the workers
     get besides PASSED_ON. trusted: whether the function is the user's, which may take any memory and may print. first:
-    an item for each worker that starts, such as one that loads a file, which does not count towards a later item's
-    time.
+    an item for each worker that starts, such as one that loads a file; its time does not count.
     """
 
     def __init__(
@@ -181,8 +178,7 @@ class WorkerPool:
         Raises RunError if no worker starts, PoolClosed if another thread closes the pool.
         """
         with self._mapping:
-            self._closed = False
-            self._fill(min(self.size, len(items)))
+            self.start(min(self.size, len(items)))
             overruns: list[Overrun] = []
             calls = [self._callers.submit(self._call, item, overruns) for item in items]
             try:
@@ -198,14 +194,10 @@ class WorkerPool:
                     raise PoolClosed(f"{self.function} was ended while it scored") from error
                 raise
 
-    def start(self) -> None:
-        """Start the workers without waiting for their imports, which take seconds."""
+    def start(self, n: int | None = None) -> None:
+        """Start all workers, or at least n, without waiting for their imports, which take seconds."""
         self._closed = False
-        self._fill(self.size)
-
-    def _fill(self, n: int) -> None:
-        """Start missing workers, and replace those that have died."""
-        while len(self._workers) < n:
+        while len(self._workers) < (self.size if n is None else n):
             self._idle.put(self._new())
 
     def _new(self) -> Worker:
@@ -226,15 +218,16 @@ class WorkerPool:
                         worker.start(self.function)
                     return worker.call(item, seconds)
                 except TimeoutError:
-                    overruns.append(Overrun(f"it took longer than {seconds:g} s"))
+                    overrun = Overrun(f"it took longer than {seconds:g} s")
                     worker = self._replaced(worker)
-                    return overruns[-1]
+                    break
                 except ConnectionError:
+                    overrun = Overrun("its worker process died", late=False)
                     code, worker = worker.process.wait(), self._replaced(worker)
                     if not retries_left and code in KILLED:
                         return Failure("its worker process was killed twice")
-            overruns.append(Overrun("its worker process died", late=False))
-            return overruns[-1]
+            overruns.append(overrun)
+            return overrun
         finally:
             self._idle.put(worker)
 
@@ -287,19 +280,11 @@ def score_items(pool: WorkerPool, items: Sequence[Any], without_completion: Sequ
     without_completion: the same items without their completions. An item that takes too long is tried in this form:
     if that fails as well, the data is at fault, and the result is a Failure.
     """
-    found = _map_distinct(pool, items)
+    found = pool.map(items)
     late = [i for i, score in enumerate(found) if isinstance(score, Overrun)]
-    for i, score in zip(late, _map_distinct(pool, [without_completion[i] for i in late]), strict=True):
+    for i, score in zip(late, pool.map([without_completion[i] for i in late]), strict=True):
         found[i] = score if isinstance(score, Failure) else Forfeit(0.0, found[i].reason)
     return found
-
-
-def _map_distinct(pool: WorkerPool, items: Sequence[Any]) -> list[Any]:
-    """The pool's results; equal items are computed once."""
-    keys = [json.dumps(item) for item in items]
-    distinct = dict(zip(keys, items, strict=True))
-    results = dict(zip(distinct, pool.map(list(distinct.values())), strict=True))
-    return [results[key] for key in keys]
 
 
 def serve(function: str, limited: bool) -> None:

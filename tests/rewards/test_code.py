@@ -42,7 +42,7 @@ def test_programs_are_right_wrong_or_cannot_be_scored(reward):
     right, wrong, empty, without, odd = reward(samples)
     assert (right, wrong, empty) == (1, 0, 0)
     assert isinstance(without, Failure)
-    assert "no tests in the column 'tests'" in without.reason
+    assert "has no tests" in without.reason
     assert isinstance(odd, Failure)
 
 
@@ -78,36 +78,21 @@ def test_five():
     ("right", "tests", "columns"),
     [
         pytest.param(ADD, json.dumps(TESTS), {}, id="JSON text of asserts"),
-        pytest.param(ADD, repr(TESTS), {}, id="Python text of asserts"),
         pytest.param(ADD, PYTEST, {}, id="pytest functions"),
         pytest.param(ADD, CASE, {}, id="unittest"),
-        pytest.param(ADD, f"{CASE}\nunittest.main()", {}, id="unittest with its runner"),
         pytest.param(ADD, CHECK, ENTRY, id="HumanEval"),
         pytest.param(METHOD, CHECK, {"entry_point": "Solution().add", "answer": METHOD[10:-3]}, id="LeetCode"),
         pytest.param(ADD, "add(5, 2) == 7", {}, id="bare comparison"),
-        pytest.param(ADD, ["add(5, 2) == 7 and not add(5, 2) == 3"], {}, id="bare expressions"),
         pytest.param(ADD, "import math\nmath.isclose(add(5, 2), 7)\nall([add(5, 2) == 7])", {}, id="bare conditions"),
-        pytest.param(f"{SCRIPT}\nUsage:\n```python\nprint(3)\n```", CONTEST, {}, id="contest with usage"),
         pytest.param(ADD, f"if __name__ == '__main__':\n    {TESTS[0]}", {}, id="script"),
         pytest.param(SCRIPT, CONTEST, {}, id="contest"),
-        pytest.param(SCRIPT, json.dumps(CONTEST), {}, id="contest as text"),
         pytest.param(SCRIPT, {"input": ["1 2", "5 2"], "output": ["3", "7"]}, {}, id="CodeContests"),
         pytest.param(SCRIPT, '{"inputs": ["1 2", ["5 2"]], "outputs": ["3", ["7"]]}', {}, id="APPS"),
         pytest.param(
             ADD, '{"fn_name": "add", "inputs": [[1, 2], [5, 2]], "outputs": [3, [7]]}', {}, id="APPS function"
         ),
-        pytest.param(METHOD, '{"fn_name": "add", "inputs": [[5, 2]], "outputs": [[7]]}', {}, id="APPS method"),
         pytest.param(METHOD, json.dumps(FUNCTIONAL), {"metadata": '{"func_name": "add"}'}, id="LiveCodeBench"),
-        pytest.param(
-            METHOD,
-            [{**FUNCTIONAL[1], "metadata": {"func_name": "add"}}],
-            {"metadata": {"func_name": "add"}, "answer": METHOD[10:-3]},
-            id="LiveCodeBench with a right program",
-        ),
-        pytest.param(SCRIPT, [{"input": "5 2", "output": "7", "testtype": "stdin"}], {}, id="LiveCodeBench stdin"),
         pytest.param(SCRIPT, [{"stdin": "5 2", "stdout": "7"}], {}, id="stdin"),
-        pytest.param(SCRIPT, [{"input": "5 2", "expected_output": "7"}], {}, id="expected_output"),
-        pytest.param(SCRIPT, {"inputs": "5 2", "outputs": "7"}, {}, id="inputs of one test"),
         pytest.param(
             SCRIPT, {"language": "python", "test_cases": [{"type": "stdin_stdout", **CONTEST[0]}]}, {}, id="SYNTHETIC"
         ),
@@ -117,10 +102,8 @@ def test_five():
             {},
             id="SYNTHETIC function",
         ),
-        pytest.param(ADD, {"functional": f"{CHECK}\ncheck(add)"}, {}, id="functional"),
         pytest.param(ADD, [{"input": [5, 2], "output": 7}], ENTRY, id="arguments"),
         pytest.param(ADD, [{"input": {"a": 5, "b": 2}, "output": 7}], ENTRY, id="named arguments"),
-        pytest.param(ADD, {"inputs": [[1, 2], [5, 2]], "outputs": [3, 7]}, ENTRY, id="lists of arguments"),
         pytest.param(ADD, [{"input": "5, 2", "output": "7"}], ENTRY, id="arguments as text"),
         pytest.param(
             METHOD, [{"input": "a = 5, b = 2", "output": "7"}], {"entry_point": "Solution().add"}, id="LeetCodeDataset"
@@ -135,24 +118,8 @@ def test_five():
         pytest.param(ADD, "from solution import add as plus\nassert plus(5, 2) == 7", {}, id="import as"),
         pytest.param(ADD, "for given, wanted in zip([[5, 2]], [7]):\n    assert add(*given) == wanted", {}, id="MBPP+"),
         pytest.param(
-            f"{ADD}\n```python\nclass Node: pass\n```",
-            ["class Node:\n    x = 5", "assert add(Node.x, 2) == 7"],
-            {},
-            id="class of the tests",
-        ),
-        pytest.param(
-            "```python\ndef add(given):\n    a, b = given\n    given[:] = [a + b]\n```",
-            "given = [5, 2]\nadd(given)\nassert given == [7]",
-            {},
-            id="in place",
-        ),
-        pytest.param(
             "```python\ndef add(text, a=0):\n    b = len(text)\n    return a + b\n```",
-            [
-                {"input": "x=y", "output": 3},
-                {"input": "x = 1 + 2", "output": 9},
-                {"input": "text='x', a=5", "output": 6},
-            ],
+            [{"input": "x=y", "output": 3}, {"input": "text='x', a=5", "output": 6}],
             ENTRY,
             id="text with an equals sign",
         ),
@@ -167,13 +134,10 @@ def test_published_forms_of_tests_tell_right_programs_from_wrong_and_empty_ones(
     ("tests", "reason"),
     [
         ("# add(5, 2) == 7", "cannot fail"),
-        (["import math", "pass"], "cannot fail"),
         ("[]", "cannot fail"),
         (CHECK, "needs the column entry_point"),
         (FUNCTIONAL, "needs? the column entry_point|give the example the column entry_point"),
         (f"{PYTEST}\nclass TestAdd:\n    def test_add(self, pair):\n        assert add(*pair)", "class of pytest"),
-        ("class TestAdd:\n    def add(self):\n        assert add(5, 2) == 7", "cannot fail"),
-        ("```python\n# add(5, 2) == 7\n```", "cannot fail"),
         ('{"test_cases": []}', "cannot fail"),
         ("It adds.", "not Python"),
         ([{"input": [5, 2], "output": 7}], "give the example the column entry_point"),
@@ -181,7 +145,6 @@ def test_published_forms_of_tests_tell_right_programs_from_wrong_and_empty_ones(
         ("def test_add(pair):\n    assert add(*pair) == 7", "test_add takes arguments"),
         ([{"stdin": "1 2"}], "no input and output"),
         ([{"input": "1 2", "output": None}], "null"),
-        ({"inputs": ["1 2", "5 2"], "outputs": ["3", None]}, "null"),
         ("import package_that_is_not_there\nassert add(5, 2) == 7", "ModuleNotFoundError.*reward.code.python"),
     ],
 )
@@ -221,16 +184,12 @@ def test_the_program_may_stand_in_an_answer_tag(reward, text):
     ("text", "before"),
     [
         (f"```python\n{PLAIN}```", ""),
-        (f"Wrong:\n```\ndef add(a, b):\n    return 0\n```\nRight:\n```python\n{PLAIN}```\nThat is it.", ""),
         (f"I think\n```python\n{PLAIN}", ""),  # truncated before the code block ended
         ("    return a + b\n\nThis adds them.", "def add(a, b):\n"),
         (f"```python\n{PLAIN}```", 'def add(a, b):\n    """Add."""\n'),
         (f"```python\n{PLAIN}```\n```bash\npython add.py\n```", ""),
-        (f"```python\n{PLAIN}```\nOutput:\n```\n3\n```", ""),
         (f"```python\n{PLAIN}```\nUsage:\n```python\nprint(add(1, 2))\n```", ""),
-        (f"```python\n{PLAIN}```\n```py\ndef main():\n    add(1, 2)\n```", ""),
         ("```\nadd = lambda a, b: a + b\n```\n```python\nx = add(1, 2)\n```", ""),
-        (f"```\n{PLAIN}```\n```json\n[]\n```", ""),
         (f"~~~python\n{PLAIN}~~~", ""),
         (f"A `sum`: ```python\n{PLAIN}```\nThat is it.", ""),
         (f"1. **Code:** ```\n{PLAIN.replace('    ', '  ')}```\n```\n3\n```", ""),
@@ -238,7 +197,6 @@ def test_the_program_may_stand_in_an_answer_tag(reward, text):
         (f"```python\n{PLAIN[:-1]}```\nUsage:\n```\nadd(1, 2)```\n", ""),
         ("```python\n    return a + b\n```", "def add(a, b):\n"),
         (f'```python\nmark = \'```\'\nfence = """Use: ```\n"""\n{PLAIN}```', ""),
-        (f"```python\n{PLAIN}```<|im_end|>", ""),
         (f"```python\n{PLAIN}``` Done.", ""),
         (f"```python\n{PLAIN}```\n```bash\nls\n```\n".replace("\n", "\r\n"), ""),
         (f"````{{.python}}\n{PLAIN}````", ""),
@@ -247,7 +205,6 @@ def test_the_program_may_stand_in_an_answer_tag(reward, text):
         (f"{PLAIN}\\end{{code}}", ""),
         (f"{PLAIN}```", ""),
         ("> ```python\n> def add(a, b):\n>\n>     return a + b\n> ```", ""),
-        ("- ```python\n  def add(a, b):\n      return a + b\n  ```", ""),
     ],
 )
 def test_the_program_is_found_in_a_completion(reward, text, before):

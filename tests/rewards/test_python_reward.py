@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from grpocli.composition.compose import build_run, compose
-from grpocli.config.user_code import load
 from grpocli.errors import ConfigError
 from grpocli.rewards.python import PythonReward
 from grpocli.rewards.reward import Failure, Score
@@ -275,18 +274,6 @@ def test_a_function_that_cannot_be_imported_is_refused(
     for _ in range(2):  # its half-imported module is removed
         with pytest.raises(ConfigError, match=said):
             PythonReward(function=function, process=False).check(["answer"])
-
-
-def test_paths_and_modules_of_the_current_folder_can_import_their_neighbours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "neighbour_of_rewards.py").write_text("VALUE = 5.0")
-    source = "from neighbour_of_rewards import VALUE\ndef f(completions): return [VALUE] * len(completions)\n"
-    (tmp_path / "rewards_here.py").write_text(source)
-    monkeypatch.chdir(tmp_path)
-    for function in ("rewards_here.py:f", "rewards_here:f"):
-        assert load(function, "key")(completions=["a"]) == [5.0]
-        assert load(function, "key") is load(function, "key")
 
 
 def test_each_function_of_a_list_has_its_own_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

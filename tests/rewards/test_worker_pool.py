@@ -102,20 +102,6 @@ def test_an_answer_that_is_too_large_or_too_deep_is_wrong_at_once(math: Math, sa
     assert not isinstance(score, Forfeit)
 
 
-def test_equal_completions_are_computed_once(sample, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow answer of a whole group delays the step only once."""
-    asked: list[list[object]] = []
-
-    def slow(pool: WorkerPool, items: list[list[object]]) -> list[object]:
-        asked.extend(items)
-        return [Overrun("slow") if "slow" in str(item[1]) else 1.0 for item in items]
-
-    monkeypatch.setattr(WorkerPool, "map", slow)
-    scores = Math(workers=1)([sample(text, answer="1") for text in ("slow", "slow", "1", "slow")])
-    assert scores == [0.0, 0.0, 1.0, 0.0]
-    assert len(asked) == 3, "two texts, and once the reference alone"
-
-
 def test_a_slow_answer_is_computed_once_for_a_majority(sample, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[object]] = []
 

@@ -104,10 +104,11 @@ class Example:
 
     entry_point: the only name that tests take from the program; all others are the reference's. Without it, a built-in
     name or a standard module is taken from the program only if the reference defines it too, and the reference's
-    imports are imported here. Raises the exception of a broken example.
+    imports are imported here.
     """
 
-    def __init__(self, reference: str, entry_point: str, setup: str, tests: Sequence[Test]) -> None:
+    def prepare(self, reference: str, entry_point: str, setup: str, tests: Sequence[Test]) -> None:
+        """Raises the exception of a broken example."""
         self._entry_point = entry_point
         self._own: dict[str, Any] = {"__name__": "reference"}
         self._reserved = {*dir(builtins), *sys.stdlib_module_names}
@@ -172,14 +173,11 @@ def _number(value: Any) -> tuple[int, str]:
 
 def run(connection: Connection, reference: str, entry_point: str, setup: str, tests: Sequence[Test], out: int) -> None:
     """Run the tests and write one line for the example and one for each test: empty, or the error."""
-    examples: list[Example] = []
-    broken = _problem(lambda: examples.append(Example(reference, entry_point, setup, tests)))
-    _write(out, broken)
-    if broken:
+    example, program, space = Example(), Program(connection), {}
+    problem = _problem(example.prepare, reference, entry_point, setup, tests)
+    _write(out, problem)
+    if problem:
         return
-    (example,) = examples
-    space: dict[str, Any] = {}
-    program, problem = Program(connection), ""
     if any(isinstance(test, str) for test in tests):  # else it only reads and prints
         problem = _problem(lambda: space.update(example.names(program.names())))
     for test in example.tests:
