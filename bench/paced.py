@@ -113,7 +113,7 @@ def serve() -> None:
             }
 
     stand_in.Model = Model
-    stand_in.main(["model.warm_start_steps=20", "max_model_len=64"])
+    stand_in.main(["model.warm_start_steps=20", "engine.max_model_len=64"])
 
 
 if __name__ == "__main__":

@@ -121,9 +121,9 @@ class Fault:
         upstream = server(workspace, self.kind)
         run = workspace.folder / "run"
         with behind_proxy(workspace, upstream, self.path, self.spoil) as proxy:
-            more = [f"engine.base_url={proxy.url}", "engine.reconnect_timeout=4", f"hydra.run.dir={run}"]
-            if self.times == ALWAYS and self.what in PASSES:
-                more.append("engine.patience=4")
+            more = [f"engine.base_url={proxy.url}", f"hydra.run.dir={run}"]
+            if self.times == ALWAYS:
+                more.append("engine.reconnect_timeout=4")
             if self.what in EVERYWHERE:
                 more.append("rollout.max_prob_error=1.5")  # the model's tokens are almost equally likely
             ended = workspace.run("train", *SMALL, "engine=vllm", *more)

@@ -23,7 +23,7 @@ from chaos.workspace import PATIENCE, START, Shared, Tree, Workspace, require_mo
 from grpocli.rollout.vllm.client import GENERATE
 from grpocli.rollout.vllm.server_files import Endpoint
 
-MODEL = ["model.warm_start_steps=20", "max_model_len=64"]
+MODEL = ["model.warm_start_steps=20", "engine.max_model_len=64"]
 STAND_IN, REAL = "a stand-in", "vLLM"
 _running: dict[str, Server] = {}
 _starting = threading.Lock()

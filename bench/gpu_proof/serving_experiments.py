@@ -31,10 +31,10 @@ def watched_syncs(found: dict[str, list[float]]) -> Iterator[None]:
     send, ask = IpcTransport.send, ServerClient.request
     found["by_ipc"] = []
 
-    def measure(name: str, check: Callable[..., None]) -> Callable[..., None]:
-        def measured(server: Any, trainer: Any, *more: Any) -> None:
+    def measure(name: str, check: Callable[..., Any]) -> Callable[..., Any]:
+        def measured(server: Any, trainer: Any, *more: Any) -> Any:
             found.setdefault(name, []).append(weight_sync.mean(lora.gaps(server, trainer)))
-            check(server, trainer, *more)
+            return check(server, trainer, *more)
 
         return measured
 
@@ -53,7 +53,7 @@ def watched_syncs(found: dict[str, list[float]]) -> Iterator[None]:
     with (
         patch.object(ServerClient, "request", asked),
         patch.object(weight_sync, "require_close", measure("gaps", weight_sync.require_close)),
-        patch.object(lora, "require_followed", measure("canary_gaps", lora.require_followed)),
+        patch.object(lora, "not_followed", measure("canary_gaps", lora.not_followed)),
         patch.object(IpcTransport, "send", sent),
     ):
         yield
@@ -252,11 +252,10 @@ def watched_colocation(found: dict[str, Any], device: str) -> Iterator[None]:
         if not asleep:
             found["freed_share"] = (free() - before) / found["vllm_bytes"]
 
-    def loaded(self: Any, weights: Any, version: Any) -> int:
+    def loaded(self: Any, weights: Any, version: Any) -> None:
         began = time.perf_counter()
-        sent = load(self, weights, version)
+        load(self, weights, version)
         found["loads"].append(time.perf_counter() - began)
-        return sent
 
     started, slept = (started, slept) if device == "cuda" else (start, sleep)
     with patch.object(colocate, "start", started), patch.multiple(colocate.InProcessLLM, sleep=slept, load=loaded):

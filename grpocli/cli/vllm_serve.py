@@ -33,12 +33,12 @@ def _task(config: DictConfig) -> int:
 
     settings = build_server_config(config)
     if settings.port:
-        check_port(settings.host, settings.port, "port")
+        check_port(settings.host, settings.port)
     view = status_view()
     try:
         view.stage("looking for the model")
         path = settings.model.prepare(lambda fraction, text: view.stage(text, fraction))
-        dtype = choose_dtype(settings.dtype or "auto", settings.model, path, "auto")
+        dtype = choose_dtype(settings.model.dtype, settings.model, path, "auto")
         view.stage("starting vLLM")
         served = dequantized_base(settings.model, path, dtype)
         return serve(settings, path, dtype, view.progress, view.stop, served)

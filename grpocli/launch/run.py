@@ -307,8 +307,8 @@ def _vllm_fields(run: Run, model_path: str, dtype: str, view: View, training: bo
 
         view.stage("writing the weights that 4 bits stand for, which vLLM serves")
         fields["served_path"] = dequantized_base(run.model, model_path, dtype, run.hardware.device)
-    reads_weights = run.model.lora.rank or engine.quantizes or engine.speculative or engine.option("load_format")
-    if training and not reads_weights:
+    given = engine.option("load_format") or engine.option("speculative_config")
+    if training and not (run.model.lora.rank or engine.quantizes or given):
         model = model_without_weights(run.model, model_path)
         fields["dummy"] = not model.state_dict().keys() & dict(model.named_buffers()).keys()
     return fields

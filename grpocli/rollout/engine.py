@@ -15,7 +15,7 @@ To write an engine, derive its config from `EnginePart`, and return an engine de
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from grpocli.config.parts import base, require
 from grpocli.config.user_code import choice_of
-from grpocli.errors import ConfigError
 from grpocli.hardware import Multinode
 from grpocli.progress import UNWATCHED, Progress, Watch, unreported
 from grpocli.rollout.sync_config import SyncConfig
@@ -78,9 +77,8 @@ class EngineJob:
     quantized: bool = False
     """The engine rounds weights (engine.quantization)."""
     revision: str | None = None
-    """As for the trainer's model."""
     trust_remote_code: bool = False
-    """As for the trainer's model."""
+    """As for the trainer's model, like `revision`."""
     max_num_seqs: int = 1
     """Completions of one request."""
     gpus: tuple[str, ...] = ()
@@ -117,8 +115,6 @@ class EngineContext:
     sync: SyncConfig = field(default_factory=SyncConfig)
     in_flight: bool = False
     """Weights may change during requests."""
-    sampling: Sampling | None = None
-    """The sampling of training, so that an engine can refuse it early; None if unknown."""
     recover: Callable[[], None] | None = None
     """Called by `generate` when requests are unanswered and every server is lost, equally often in every process. None:
     sync in this thread. With prefetch, `build_trainer.py` passes a function that syncs in the main thread."""
@@ -137,10 +133,7 @@ def ignore_group(k: int, completions: list[Completion]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """An `OnGroup` with a `Watch`, which receives the progress of `generate` and may cancel it.
-
-    An engine that reports no progress calls it like any `OnGroup`; others unpack it with `Listener.wrap`.
-    """
+    """An `OnGroup` with a `Watch`, which receives the progress of `generate` and may cancel it; see `wrap`."""
 
     on_group: OnGroup = ignore_group
     watch: Watch = UNWATCHED
@@ -184,10 +177,6 @@ class Engine(ABC):
     def release_memory(self) -> None:  # noqa: B027 (most engines have none to release)
         """Release memory that only sampling needs; called in every process before a step's updates."""
 
-    def warnings(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        """Warnings about a step, by kind."""
-        return {}
-
     @abstractmethod
     def close(self) -> None:
         """End the engine; called at the end of the run."""
@@ -216,10 +205,6 @@ class EnginePart:
         lora = run.model.lora.rank > 0 and self.overlaps
         problem = f"{name} is sent LoRA's updates by one process, which must have them whole: take ddp"
         require(hardware, "parallel", not (lora and hardware.parallel == "fsdp2"), problem)
-        group, limit = max(rollout.group_size, run.eval.samples), self.max_num_seqs
-        if limit is not None and limit < group:
-            problem = f"must be at least {group}, the completions of a request: rollout.group_size or eval.samples"
-            raise ConfigError(problem, key="engine.vllm_args.max_num_seqs", value=limit)
         if isinstance(hardware, Multinode):
             starts = self.server_gpus > 0
             problem = f"{name} starts {'servers, which need machines' if starts else 'no servers for these machines'}"
@@ -239,11 +224,6 @@ class EnginePart:
         return {}
 
     @property
-    def max_num_seqs(self) -> int | None:
-        """The user's limit of completions that run at once; None if there is none."""
-        return None
-
-    @property
     def quantizes(self) -> bool:
         """Whether it rounds the weights to fewer bits than the dtype has."""
         return False
@@ -258,21 +238,9 @@ class EnginePart:
         return self
 
     def launch(self, job: EngineJob) -> AbstractContextManager[None]:
-        """Start the engine's servers, if it has any; stop them at the end of the block.
-
-        Called once, in the process that the user started.
-        """
+        """Start the engine's servers in the process that the user started; stop them at the end of the block."""
         return nullcontext()
 
     def connect(self, context: EngineContext) -> Engine:
         """The engine of a trainer process; called in every trainer process after `launch`."""
         raise NotImplementedError(f"{type(self).__name__} has no `connect`")
-
-
-def connected(part: EnginePart, context: EngineContext) -> Engine:
-    """The engine of a part. Raises ConfigError if a user's part returns anything else."""
-    engine: object = part.connect(context)  # of a class of the user's
-    if not isinstance(engine, Engine):
-        hint = "derive its class from grpocli.rollout.engine.Engine"
-        raise ConfigError(f"connect returned {engine!r:.100}, which is not an Engine", key="engine", hint=hint)
-    return engine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field
@@ -46,40 +45,27 @@ class Fake(EnginePart):
 
     def texts(self, prompt: Prompt, n: int, seed: int) -> list[str]:
         """The completions of a prompt. Raises RunError unless the user's function returns n texts."""
+        from grpocli.config.user_code import load
         from grpocli.rollout.sampling import derive_seed
 
-        if self.function:
-            return self._written(prompt, n, seed)
-        chosen = [self.completions[derive_seed(seed, i) % len(self.completions)] for i in range(n)]
-        return [filled(text, prompt.columns) for text in chosen]
-
-    def _written(self, prompt: Prompt, n: int, seed: int) -> list[str]:
-        from grpocli.config.user_code import load, raised
-
-        function = load(str(self.function), "engine.function")
-        try:
-            texts = function(**{**prompt.columns, "prompt": prompt.text, "n": n, "seed": seed})
-        except (Exception, SystemExit) as error:
-            raise RunError(f"engine.function={self.function} raised {raised(error)}") from error
+        if not self.function:
+            chosen = [self.completions[derive_seed(seed, i) % len(self.completions)] for i in range(n)]
+            return [filled(text, prompt.columns) for text in chosen]
+        columns = {**prompt.columns, "prompt": prompt.text, "n": n, "seed": seed}
+        texts = load(self.function, "engine.function")(**columns)
         if not isinstance(texts, list) or len(texts) != n or not all(isinstance(text, str) for text in texts):
             raise RunError(f"engine.function={self.function} returned {texts!r:.200}, which is not a list of {n} texts")
         return texts
 
 
 def filled(text: str, columns: Mapping[str, Any]) -> str:
-    """The text with {NAME} replaced by the column NAME; without such a column it stays.
-
-    {answer} is the first accepted one.
-    """
+    """The text with {NAME} replaced by the column NAME, if there is one; {answer} is the first accepted one."""
     columns = with_one_answer({**columns, "answer": accepted(columns.get("answer")) or "{answer}"})
     return COLUMN.sub(lambda found: str(columns.get(found[1], found[0])), text)
 
 
 class FakeEngine(Engine):
-    """The engine of `engine=fake`, see `Fake`.
-
-    Log-probs are the policy's, so that a step is on-policy, as with engine=transformers.
-    """
+    """The engine of `engine=fake`. Log-probs are the policy's, so that a step is on-policy, as with transformers."""
 
     def __init__(self, part: Fake, policy: Any, tokenizer: Any) -> None:
         self.part, self.policy, self.tokenizer = part, policy, tokenizer
@@ -101,14 +87,6 @@ class FakeEngine(Engine):
                 listener.watch.progress(k + 1, len(requests), "prompts")
                 listener(k, results[k])
         return results
-
-    def warnings(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        rewards = [value for name, value in metrics.items() if name.startswith("rewards/")]  # means and deviations
-        if not rewards or any(value and not math.isnan(value) for value in rewards):
-            return {}
-        texts = self.part.function or self.part.completions
-        problem = f"no completion scored anything, so this shows only that the rewards run: engine=fake wrote {texts}"
-        return {"fake": f"{problem}; give right answers as engine.completions=[...], with {{COLUMN}} for a column"}
 
     def _completions(self, request: Request, sampling: Sampling) -> list[Completion]:
         """The completions of one request; each different text is scored once."""

@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=8)
 def _pools(workers: int, timeout: float, variables: tuple[str, ...], stateful: bool) -> tuple[WorkerPool, ...]:
+    """The pools of an environment: one of all workers, or for a stateful one a pool for each worker."""
     sizes = [1] * workers if stateful else [workers]
     return tuple(WorkerPool(WORKER, size, timeout, variables) for size in sizes)
 
 
 def _pools_of(environment: EnvironmentConfig) -> tuple[WorkerPool, ...]:
-    """The pools of an environment: one of all workers, or for a stateful one a pool for each worker."""
     workers = environment.workers or default_workers()
     return _pools(workers, environment.timeout, tuple(environment.env), environment.stateful)
 
@@ -246,17 +246,15 @@ class MultiTurnEngine:
         ended = [episode for episode in running if episode not in kept]
         for episode in ended:
             episode.reusable.state = None
+        # the environments of episodes that a limit ended, or an observation that cannot be tokenised, are told
         answered = [episode for episode in ended if not isinstance(answers.get(episode, Failure("")), Failure)]
-        self._finish([episode for episode in answered if not episode.done])
-        return continuing
-
-    def _finish(self, limited: Sequence[_RunningEpisode]) -> None:
-        """Tell the environments of episodes that a limit ended, or an observation that cannot be tokenised."""
+        limited = [episode for episode in answered if not episode.done]
         for episode, answer in self._call_environments(limited, "finish").items():
             if isinstance(answer, Failure):
                 episode.problem = episode.problem or f"the environment's finish failed: {answer.reason}"
             else:
                 episode.add_rewards(*answer)
+        return continuing
 
     def _message(self, episode: _RunningEpisode, turn: Completion) -> Message:
         if episode.has_tools:
@@ -316,12 +314,10 @@ class MultiTurnEngine:
         room = sampling.max_tokens - len(episode.token_ids)
         seed = derive_seed(episode.request.seed, episode.i, episode.turns)
         prompt = replace(episode.prompt, text=episode.conversation)
-        request = _turn_request(
-            Request([*episode.request.token_ids, *episode.token_ids], 1, seed, prompt=prompt), episode.environment
-        )
-        return replace(
-            request, max_tokens=min(room, episode.environment.turn_tokens or room), reusable_kv=(episode.reusable,)
-        )
+        request = Request([*episode.request.token_ids, *episode.token_ids], 1, seed, prompt=prompt)
+        limit = min(room, episode.environment.turn_tokens or room)
+        turn = _turn_request(request, episode.environment)
+        return replace(turn, max_tokens=limit, reusable_kv=(episode.reusable,))
 
     def _call_environments(self, running: Sequence[_RunningEpisode], method: str) -> dict[_RunningEpisode, Any]:
         """Call a method of the environments of those episodes that have one; return the results."""
@@ -367,8 +363,8 @@ def check_environment(task: str, environment: EnvironmentConfig, example: Mappin
         return
     given = {name: value for name, value in example.items() if name != "prompt"} | {"task_name": task}
     item = ["reset", environment.name, json.dumps(environment.arguments), _as_json(given)]
-    variables, name = environment.env, str(environment.name)
-    call_in_worker(WORKER, item, environment.timeout, variables, "task.environment.name", name)
+    name = str(environment.name)
+    call_in_worker(WORKER, item, environment.timeout, environment.env, "task.environment.name", name)
 
 
 def _turn_request(request: Request, environment: EnvironmentConfig | None) -> Request:
@@ -381,5 +377,4 @@ def _turn_request(request: Request, environment: EnvironmentConfig | None) -> Re
 
 def _as_json(columns: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of a prompt as JSON types, for a worker process."""
-    converted: dict[str, Any] = json.loads(json.dumps(dict(columns), default=str))
-    return converted
+    return dict(json.loads(json.dumps(dict(columns), default=str)))

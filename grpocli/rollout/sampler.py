@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,8 +66,7 @@ def sample(
     """Sample `n` completions for each request. A row's tokens depend only on its own request's seed.
 
     The token that ends a completion is part of it. Cached keys and values of earlier turns are reused if every request
-    has them. tokenizer: needed for stop strings only. watch: called for every token; once it is cancelled, completions
-    end with the current token.
+    has them. tokenizer: for stop strings. watch: once it is cancelled, completions end with the current token.
     """
     limits = [r.under(sampling).max_tokens for r in requests for _ in range(r.n)]
     watch.progress(0, len(limits), "completions", "reading the prompts")
@@ -84,13 +84,15 @@ def sample(
         token, logp = _choose(rows, sampling, uniform_BT[rows.row, t])
         ended = torch.isin(token, stops)
         if stop_strings:
-            ended |= _stopped(stop_strings, rows.row, token)
+            pairs = zip(rows.row.tolist(), token.tolist(), strict=True)
+            ended |= torch.tensor([stop_strings[i].completed_by(one) for i, one in pairs], device=token.device)
         drawn.append((rows.row, torch.full_like(rows.row, t), token, logp, ended))
         before, going = going, going & ~ended & (t + 1 < limit_B[rows.row])
         if any(reusable_kv):
             _store_kv(rows, before & ~going, reusable_kv, version)
         left = int(going.sum())
-        _report(watch, len(limits), left, t + 1, max(limits))
+        done = len(limits) - left * (1 - (t + 1) / max(limits))  # each counts by its share of the longest
+        watch.progress(done, len(limits), "completions", f"token {t + 1} of at most {max(limits)}")
         if left == 0 or watch.cancelled():
             break
         if left <= 0.75 * len(going):  # a smaller batch is worth the copy of the cache
@@ -98,12 +100,6 @@ def sample(
             token, going = token[going], going[going]
         _advance(model, rows, token)
     return _gather(requests, drawn, limits, version)
-
-
-def _report(watch: Watch, total: int, left: int, tokens: int, longest: int) -> None:
-    """Report progress; each of the `left` completions counts by its share of the longest."""
-    done = total - left * (1 - tokens / longest)
-    watch.progress(done, total, "completions", f"token {tokens} of at most {longest}")
 
 
 def _prefill(model: PreTrainedModel, requests: Sequence[Request], sampling: Sampling, version: int) -> _Rows:
@@ -203,46 +199,31 @@ def _stop_strings(
     return [StopStrings(tokenizer, stop, r.token_ids) for r, stop in pairs for _ in range(r.n)]
 
 
-def _stopped(stop_strings: list[StopStrings], row: Tensor, token: Tensor) -> Tensor:
-    ended = [stop_strings[i].completed_by(one) for i, one in zip(row.tolist(), token.tolist(), strict=True)]
-    return torch.tensor(ended, device=token.device)
-
-
 def _uniforms(requests: Sequence[Request], max_tokens: int) -> Tensor:
     """A number in [0, 1) for every token that may be drawn, from each request's seed."""
-    blocks = [
-        torch.rand(r.n, max_tokens, generator=torch.Generator().manual_seed(r.seed), dtype=torch.float64)
-        for r in requests
-    ]
-    return torch.cat(blocks)
+    seeded = [(r.n, torch.Generator().manual_seed(r.seed)) for r in requests]
+    return torch.cat([torch.rand(n, max_tokens, generator=seed, dtype=torch.float64) for n, seed in seeded])
 
 
 def _gather(
     requests: Sequence[Request], drawn: Sequence[tuple[Tensor, ...]], limits: Sequence[int], version: int
 ) -> list[list[Completion]]:
-    """Completions from the sampled steps.
+    """Completions from the sampled steps. limits: the most tokens of each row.
 
-    drawn: for each step the rows, positions, tokens, log-probs, and whether the token ends its row; tokens after that
-    are ignored. limits: the most tokens of each row.
+    drawn: for each step the rows, positions, tokens, log-probs, and whether the token ends its row.
     """
     row, position, *of_tokens = (torch.cat(pieces) for pieces in zip(*drawn, strict=True))
-    token_BT, logp_BT, ended_BT = (_table(values, row, position).tolist() for values in of_tokens)
-
-    def completions() -> Iterator[Completion]:
-        for ids, logp, ended, limit in zip(token_BT, logp_BT, ended_BT, limits, strict=True):
-            stopped = any(ended[:limit])
-            n = ended.index(True) + 1 if stopped else min(limit, len(ended))
-            yield Completion(ids[:n], logp[:n], "stop" if stopped else "length", version)
-
-    each = completions()
-    return [[next(each) for _ in range(r.n)] for r in requests]
-
-
-def _table(values: Tensor, row: Tensor, position: Tensor) -> Tensor:
-    """Values as a table [B, T]."""
-    table = values.new_zeros(int(row.max()) + 1, int(position.max()) + 1)
-    table[row, position] = values
-    return table
+    shape = len(limits), int(position.max()) + 1
+    token_BT, logp_BT, ended_BT = (
+        values.new_zeros(shape).index_put_((row, position), values).tolist() for values in of_tokens
+    )
+    made = []
+    for ids, logp, ended, limit in zip(token_BT, logp_BT, ended_BT, limits, strict=True):
+        stopped = any(ended[:limit])
+        n = ended.index(True) + 1 if stopped else min(limit, len(ended))
+        made.append(Completion(ids[:n], logp[:n], "stop" if stopped else "length", version))
+    each = iter(made)
+    return [list(islice(each, r.n)) for r in requests]
 
 
 @lru_cache
@@ -295,15 +276,9 @@ class PreallocatedKVLayer(DynamicLayer):  # type: ignore[misc]
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
-    def reset(self) -> None:
-        self._allocate(self.keys[:, :, :0], self.values[:, :, :0], 1)
-
 
 def preallocate(cache: Any, tokens: int, dtype: torch.dtype | None = None) -> None:
-    """Preallocate room for `tokens` more tokens in every `DynamicLayer`; leave other layers unchanged.
-
-    dtype: dtype of the buffers; see `PreallocatedKVLayer`.
-    """
+    """Preallocate room for `tokens` more tokens, in `dtype`, in every `DynamicLayer`; leave other layers unchanged."""
     for number, layer in enumerate(cache.layers):  # layer by layer, so that each old one is freed before the next copy
         if type(layer) is DynamicLayer and layer.is_initialized:
             limit = layer.get_seq_length() + tokens
@@ -344,10 +319,7 @@ def can_reuse(request: Request, version: int) -> bool:
 
 
 def fill_cache(requests: Sequence[Request], cache: Any, room: int) -> Tensor:
-    """Move the requests' cached rows into `cache`, with room for `room` more tokens; return their mask [B, L].
-
-    Works layer by layer, so that no more than one layer is in memory twice.
-    """
+    """Move the requests' cached rows, layer by layer, into `cache`, with room for more tokens; their mask [B, L]."""
     rows: list[CachedRow] = []
     for request in requests:
         (reusable,) = request.reusable_kv
@@ -377,27 +349,19 @@ def attend(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function with the signature that transformers expects.
+    """Attention of query [B, heads, N, D], key and value [B, heads / groups, L, D], as transformers calls it.
 
-    query [B, heads, N, D], key and value [B, heads / groups, L, D] -> [B, N, heads, D]. Prompts, and tokens after an
-    earlier turn (N > 1), use the usual attention.
+    Returns [B, N, heads, D]. Prompts, and tokens after an earlier turn (N > 1), use the usual attention.
     """
     if query.shape[2] > 1 or others.get("position_bias") is not None:
         from grpocli.models.shared_prompt_attention import attend as shared_prompt_attend
 
         key, value = key.to(query.dtype), value.to(query.dtype)  # keys and values cached in an earlier turn are float32
-        return shared_prompt_attend(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
-        )
+        given = {"dropout": dropout, "scaling": scaling, **others}
+        return shared_prompt_attend(module, query, key, value, attention_mask, **given)
+    how: Any = {"attn_mask": attention_mask, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     with torch.autocast("cpu", enabled=False):
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query.float(),
-            key.float(),
-            value.float(),
-            attn_mask=attention_mask,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        out = torch.nn.functional.scaled_dot_product_attention(query.float(), key.float(), value.float(), **how)
     return out.to(query.dtype).transpose(1, 2), None
 
 

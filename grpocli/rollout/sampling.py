@@ -28,8 +28,8 @@ BELOW_1 = 1 - 2**-53
 class StopStrings:
     """Detects the token that completes a stop string in a completion, as vLLM does.
 
-    The text is decoded as it grows, after the prompt's last tokens, because a token's text depends on its neighbours (a
-    space at a word's start, the bytes of a character). Special tokens have no text.
+    The text is decoded as it grows, after the prompt's last tokens: a token's text depends on its neighbours (spaces,
+    the bytes of a character). Special tokens have no text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], prompt_ids: Sequence[int]) -> None:
@@ -130,11 +130,10 @@ def _invert(mass_NK: Tensor, uniform_N1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def apply_repetition_penalty(logits_NV: Tensor, seen_NV: Tensor, penalty: float) -> Tensor:
-    """Apply the repetition penalty to the logits [N, V] of seen tokens.
+    """Apply the repetition penalty to the logits [N, V] of tokens that the prompt or the completion so far has.
 
-    A penalty above 1 makes them less likely, below 1 more likely. A token is seen if it occurs in the prompt or earlier
-    in the completion. Keskar et al. 2019 (CTRL), as in transformers and vLLM: before the temperature, a positive logit
-    is divided by the penalty, and a negative one multiplied.
+    Above 1 it makes them less likely, below 1 more. Keskar et al. 2019 (CTRL), as in transformers and vLLM: before the
+    temperature, a positive logit is divided by the penalty, and a negative one multiplied.
     """
     lower_NV = torch.where(logits_NV > 0, logits_NV / penalty, logits_NV * penalty)
     return torch.where(seen_NV, lower_NV, logits_NV)
@@ -147,19 +146,14 @@ def first_occurrence(input_ids_BL: Tensor, attention_mask_BL: Tensor, completion
     the completion the seen tokens are those with `first < t`.
     """
     length = input_ids_BL.shape[1]
-    place_L = (torch.arange(length, device=input_ids_BL.device, dtype=torch.int32) - (length - completion)).clamp(
-        min=-1
-    )
+    place_L = torch.arange(completion - length, completion, device=input_ids_BL.device, dtype=torch.int32).clamp(min=-1)
     place_BL = torch.where(attention_mask_BL.bool(), place_L, completion)
     first_BV = place_BL.new_full((len(input_ids_BL), vocabulary), completion)
     return first_BV.scatter_reduce_(1, input_ids_BL, place_BL, "amin")
 
 
 SINGLE_THREAD_LIMIT = 10_000_000
-"""Multiplications per layer for one token of every row, below which thread synchronization costs more than the work.
-
-Measured with two threads; synchronization costs more with more threads.
-"""
+"""Multiplications per layer for one token of every row, below which two threads cost more than the work."""
 
 
 @contextmanager
@@ -169,20 +163,14 @@ def single_thread_if_small(model: PreTrainedModel, rows: int) -> Iterator[None]:
     The rule uses size, not timing, so a resumed run samples the same tokens.
     """
     before = torch.get_num_threads()
-    if model.device.type != "cpu" or before == 1 or rows * _parameters_per_layer(model) > SINGLE_THREAD_LIMIT:
-        yield
-        return
-    torch.set_num_threads(1)
+    total = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())  # ZeRO-3's parameters are empty
+    per_layer = total // (getattr(model.config.get_text_config(), "num_hidden_layers", None) or 1)
+    small = model.device.type == "cpu" and rows * per_layer <= SINGLE_THREAD_LIMIT
+    torch.set_num_threads(1 if small else before)
     try:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _parameters_per_layer(model: PreTrainedModel) -> int:
-    """Parameters per layer. Partitioned DeepSpeed parameters are empty; their size is in `ds_numel`."""
-    total = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-    return int(total // (getattr(model.config.get_text_config(), "num_hidden_layers", None) or 1))
 
 
 def derive_seed(*parts: int) -> int:

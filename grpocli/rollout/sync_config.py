@@ -26,19 +26,17 @@ class ServerLocation:
 def locate_servers(
     device: str, urls: Sequence[str] = (), shared: bool | None = False, nodes: int = 0
 ) -> ServerLocation:
-    """The location of a run's servers.
+    """The location of the servers at `urls`, or of those that the run starts on this machine or on rollout nodes.
 
-    device: the trainer's, "auto", "cpu" or "cuda". urls: servers that run already; without any the run starts some.
-    shared: of the run's own servers, see `ServerLocation`. nodes: the number of rollout nodes.
+    device: the trainer's, "auto", "cpu" or "cuda". shared: of the run's own servers here.
     """
     import torch
 
     from grpocli.http import is_loopback
 
     gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    if urls:
-        return ServerLocation(gpu, all(is_loopback(urlsplit(url).hostname or "") for url in urls))
-    return ServerLocation(gpu, local=False) if nodes else ServerLocation(gpu, shared=shared)
+    local = not nodes and all(is_loopback(urlsplit(url).hostname or "") for url in urls)
+    return ServerLocation(gpu, local, False if urls or nodes else shared)
 
 
 NEEDS_GPUS = "needs GPUs, and the trainer computes on a CPU: take sync=shm"
@@ -48,8 +46,6 @@ NEEDS_GPUS = "needs GPUs, and the trainer computes on a CPU: take sync=shm"
 class SyncConfig:
     """How weights reach a vLLM server."""
 
-    verify_every: int = 1
-    """Syncs between probes of the server's log-probs, at least 1; every sync compares the weight version."""
     bucket_mb: int = 128
     """MiB that are sent at a time; at most two buckets are in memory beside the model."""
     tolerance: float | None = None
@@ -59,7 +55,6 @@ class SyncConfig:
     """With LoRA, send a new server other adapters first, which its log-probs must follow."""
 
     def __post_init__(self) -> None:
-        require(self, "verify_every", self.verify_every >= 1, "must be at least 1: every sync")
         require(self, "bucket_mb", self.bucket_mb >= 1, "must be at least 1")
         require(self, "tolerance", self.tolerance is None or self.tolerance > 0, "must be above 0")
 
@@ -99,11 +94,7 @@ class NcclSyncConfig(SyncConfig):
         if not servers.gpu:
             raise ConfigError(NEEDS_GPUS, key="sync", value="nccl")
         if servers.shared is not False:
-            problem = (
-                "the run's own server shares the trainer's GPUs, and NCCL cannot connect a GPU with itself: take "
-                "sync=ipc or sync=shm, or start the server on other GPUs with `grpocli vllm-serve` and set "
-                "engine.base_url"
-            )
+            problem = "NCCL connects no GPU with itself, and the server is on the trainer's: take sync=ipc or sync=shm"
             raise ConfigError(problem, key="sync", value="nccl")
         return "nccl"
 

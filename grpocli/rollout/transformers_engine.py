@@ -63,17 +63,10 @@ class TransformersEngine(Engine):
             for chunk in chunks:
                 chunk_requests = [requests[i] for i in chunk]
                 rows = sum(request.n for request in chunk_requests)
-                watch = listener.watch.part(sampled, total)
-                with single_thread_if_small(self.policy.model, rows):
-                    done = sample(
-                        self.policy.model,
-                        chunk_requests,
-                        sampling,
-                        self.stop_token_ids,
-                        self.version,
-                        self.tokenizer,
-                        watch,
-                    )
+                watch, model = listener.watch.part(sampled, total), self.policy.model
+                own = self.stop_token_ids, self.version, self.tokenizer
+                with single_thread_if_small(model, rows):
+                    done = sample(model, chunk_requests, sampling, *own, watch)
                 sampled += rows
                 if watch.cancelled():
                     break

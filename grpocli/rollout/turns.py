@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpocli.environments.tools import UNKNOWN, read_arguments
 from grpocli.errors import ConfigError
@@ -35,8 +36,7 @@ UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """Errors of a call that cannot be read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A part of a rendered text: markers of the template, or the content of a message, which is only data."""
 
     text: str
@@ -47,8 +47,7 @@ class Piece:
 class TurnEncoder:
     """Encodes an environment's messages with the chat template of `tokenizer`, or as plain text after plain prompts.
 
-    tools: schemas for the chat template. In a conversation, text in a message never becomes a control token, whatever
-    it says.
+    tools: schemas for the chat template. In a conversation, text in a message never becomes a control token.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -75,14 +74,8 @@ class TurnEncoder:
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """The text of a conversation."""
-        return str(
-            self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(self.tools) or None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
-        )
+        given = {"tools": list(self.tools) or None, "add_generation_prompt": add_generation_prompt}
+        return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, **given))
 
     def cut(self, text: str, tokens: int) -> str:
         """The text, without what follows its first `tokens` tokens."""
@@ -162,11 +155,8 @@ class TurnEncoder:
         plain = not any(self._control.search(piece.text) for piece in pieces if piece.is_content)
         if plain and self._count(whole) == sum(map(self._count, markers)):
             return whole
-        return [
-            token
-            for piece in pieces
-            for token in (self._encode_content(piece.text) if piece.is_content else self._encode(piece.text))
-        ]
+        separate = (self._encode_content(text) if is_content else self._encode(text) for text, is_content in pieces)
+        return [*chain.from_iterable(separate)]
 
     def _encode_content(self, text: str) -> list[int]:
         """The tokens of a text that is only data: control tokens in it are encoded as their characters.
@@ -177,18 +167,18 @@ class TurnEncoder:
         ends = [found.start() + 1 for found in self._control_begins.finditer(text)]
         parts = [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
         ids = [token for part in parts if part for token in self._encode(part)]
-        controls = set(self._controls.values())
-        return [token for token in ids if token not in controls]
+        return [token for token in ids if token not in self._control_ids]
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(
-            text, add_special_tokens=False, return_attention_mask=False, verbose=False
-        ).input_ids
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         return ids
 
     def _count(self, ids: Sequence[int]) -> int:
-        controls = set(self._controls.values())
-        return sum(token in controls for token in ids)
+        return sum(token in self._control_ids for token in ids)
+
+    @cached_property
+    def _control_ids(self) -> set[int]:
+        return set(self._controls.values())
 
     @cached_property
     def _controls(self) -> dict[str, int]:

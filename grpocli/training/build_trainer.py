@@ -23,7 +23,7 @@ from grpocli.models.loading import (
 )
 from grpocli.progress import Progress, Watch
 from grpocli.rewards.scorer import Scorer
-from grpocli.rollout.engine import EngineContext, EngineJob, connected
+from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.sampling import keep_stop_token_ids
 from grpocli.runs.saved_run import SavedRun
 from grpocli.tasks.prompt_source import EpochPrompts, PromptSource, accuracy_rewards_of, doubtful_choices
@@ -87,12 +87,11 @@ def build_trainer(
         world=world,
         sync=run.sync,
         in_flight=run.rollout.in_flight,
-        sampling=run.rollout.sampling,
         recover=recover if run.rollout.max_staleness else None,
         stopping=stop.requested,
         before_change=lambda: trainer.wait_for_checkpoint(),
     )
-    engine = connected(run.engine.resolved(), context)
+    engine = run.engine.resolved().connect(context)
     scorer = Scorer(run.reward, run.rollout.max_reward_errors, data.rewards)
     sampler = Sampler(world, engine, data.tokenizer, scorer, data.environments)
     sampler.episodes.check()

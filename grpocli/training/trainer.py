@@ -165,7 +165,7 @@ class Trainer:
         step, weights = self.state.step, self.collector.reward_weights
         records = records_of(batch, rows, self.run.algorithm, weights, step) if self.world.is_main else []
         self.metrics["memory/peak_gib"] = peak_memory_gib(self.world.device)
-        warnings = {**batch.warnings, **self.engine.warnings(self.metrics), **overflow_warning(self.metrics)}
+        warnings = {**batch.warnings, **overflow_warning(self.metrics)}
         self.recorder.step(step, self.metrics, batch.groups, advantages_PG, warnings, records)
         self.metrics = {}
 

@@ -15,7 +15,7 @@ from grpocli.environments.environment import loaded_environment_of
 from grpocli.errors import ConfigError
 from grpocli.progress import Watch
 from grpocli.rewards.scorer import Scorer
-from grpocli.rollout.engine import EngineContext, EngineJob, connected
+from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.runs.metrics import to_json
 from grpocli.runs.run_dir import step_of
 from grpocli.tasks.prompt_source import accuracy_reward_of, doubtful_choices
@@ -159,8 +159,8 @@ class Evaluation:
         run, job = self.run, self.job
         model = load_policy(run.model, job.model_path, path, run.seed, job.dtype, world.device).to(world.device)
         policy = Policy(model, model, getattr(torch, job.dtype))
-        context = EngineContext(job, policy, tokenizer, world, run.sync, sampling=run.rollout.sampling)
-        engine = connected(run.engine.resolved(), context)
+        context = EngineContext(job, policy, tokenizer, world, run.sync)
+        engine = run.engine.resolved().connect(context)
         tasks = run.tasks.items()
         environments = {name: found for name, task in tasks if (found := loaded_environment_of(task))}
         of_tasks = {one.task: [one.accuracy_reward] for one in problems}

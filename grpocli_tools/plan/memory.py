@@ -273,7 +273,7 @@ def _sampling(inputs: PlanInputs) -> list[Item]:
 def _colocated(inputs: PlanInputs) -> list[Item]:
     if inputs.resources.gpu:
         share = inputs.engine.gpu_memory_utilization * inputs.resources.memory
-        stays = share if inputs.engine.sleep is False else 0
+        stays = share if inputs.engine.option("enable_sleep_mode") is False else 0
         return [Item("vLLM", stays, share, "engine.gpu_memory_utilization of the GPU")]
     cache, own = inputs.engine.cpu_kv_cache_gb * GIB, VLLM["cpu"] / 2
     weights = inputs.dtype_bytes * (inputs.size.parameters - inputs.size.adapter)

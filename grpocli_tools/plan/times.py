@@ -336,7 +336,8 @@ def running_sequences(inputs: PlanInputs, length: float | None = None) -> int:
     """The most completions that a server generates at a time. length: mean tokens with prompts; None: full length."""
     if samples_itself(inputs) and hasattr(inputs.engine, "max_rows"):
         return sampled_rows(inputs)
-    resources, limit = inputs.resources, inputs.engine.max_num_seqs
+    resources, option = inputs.resources, getattr(inputs.engine, "option", None)
+    limit = option("max_num_seqs") if option else None
     if not limit:  # vLLM 0.32's defaults for a server (its `engine/arg_utils.py`)
         limit = (1024 if resources.memory >= LARGE else 256) if resources.gpu else 128
     room = server_sequences(inputs) if resources.servers else limit

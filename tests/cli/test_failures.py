@@ -112,9 +112,6 @@ def test_a_busy_port_is_reported(grpocli) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        code, said = failed(grpocli, *SMALL_RUN, "engine=vllm", f"engine.port={port}")
-        assert code == 2
-        assert f"engine.port={port}" in said
         code, said = failed(grpocli, "vllm-serve", f"port={port}")
         assert code == 2
         assert f"port={port}" in said
@@ -155,10 +152,3 @@ def test_user_code_that_exits_ends_the_run_with_an_error(grpocli, monkeypatch: p
     code, said = failed(grpocli, *SMALL_RUN)
     assert code == 1
     assert "user code ended the process: SystemExit: 0" in said
-
-
-def test_an_engine_part_must_return_an_engine(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpocli.rollout.transformers_engine.Transformers.connect", lambda *_: None)
-    code, said = failed(grpocli, *SMALL_RUN)
-    assert code == 2
-    assert "engine: connect returned None, which is not an Engine" in said

@@ -52,7 +52,7 @@ def test_two_sharded_processes_use_the_server_of_another_terminal_until_it_is_lo
     processes and removes their files.
     """
     family, servers, run = Family(), Family(), tmp_path / "run"
-    serve = start("vllm-serve", "model.warm_start_steps=20", "port=0", "max_model_len=64")
+    serve = start("vllm-serve", "model.warm_start_steps=20", "port=0", "engine.max_model_len=64")
     try:
         assert serve.stdout is not None
         url = next(line.split()[-1] for line in serve.stdout if "vLLM serves at " in line)

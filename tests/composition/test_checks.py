@@ -53,7 +53,7 @@ BAD = [
     ("engine=vllm rollout.regex=a", "rollout.regex"),
     ("optim.schedule=cosin", "optim.schedule"),
     # engine and hardware
-    ("engine=vllm engine.vllm_args.max-num-seqs=4 eval.samples=9", "engine.vllm_args.max_num_seqs"),
+    ("engine=vllm rollout.temperature=2.5", "rollout.temperature"),
     ("engine=vllm hardware.processes=2 engine.max_restarts=3", "hardware.timeout"),
     ("engine=transformers hardware.parallel=zero3", "hardware.parallel"),
     ("engine=vllm hardware.parallel=zero3 model.lora.rank=4", "hardware.parallel"),

@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 import random
 import signal
 import sys
@@ -21,10 +20,10 @@ import numpy as np
 import torch
 from rollout.vllm_tiny import TOKENIZER, Alone, TinyPolicy, expected_logprobs
 
+import grpocli.rollout.vllm.colocate  # noqa: F401 (first: some library draws a random number when it is imported)
 from grpocli.errors import EngineError
 from grpocli.processes.libraries import quiet_libraries
 from grpocli.rollout.engine import EngineContext, EngineJob
-from grpocli.rollout.vllm.colocate import _parameters
 from grpocli.rollout.vllm.engine_parts import VllmColocate
 from grpocli.types import Request, Sampling
 
@@ -40,11 +39,7 @@ def state() -> dict[str, str]:
     """The process state that vLLM must not change."""
     root = logging.getLogger()
     return {
-        "environment": json.dumps(dict(os.environ), sort_keys=True),
-        "cores": str(sorted(os.sched_getaffinity(0))),
         "threads": str((torch.get_num_threads(), torch.get_num_interop_threads(), torch.set_num_threads)),
-        "dtype and device": str((torch.get_default_dtype(), torch.get_default_device())),
-        "gradients": str((torch.is_grad_enabled(), torch.is_inference_mode_enabled())),
         "precision": torch.get_float32_matmul_precision(),
         "torch generator": hashed(torch.get_rng_state().tolist()),
         "numpy generator": hashed(np.random.get_state()),
@@ -52,9 +47,7 @@ def state() -> dict[str, str]:
         "signals": str([signal.getsignal(number) for number in sorted(signal.valid_signals())]),
         "process group": str(torch.distributed.is_initialized()),
         "handlers": str((root.level, root.handlers)),
-        "uncaught exceptions": str(sys.excepthook),
         "filters of warnings": str(warnings.filters),
-        "folder": str(Path.cwd()),
     }
 
 
@@ -83,7 +76,6 @@ def main(model: Path, run: Path) -> dict[str, Any]:
     found["sampled"] = {name: sampled(engine, policy, sampling) for name, sampling in SAMPLINGS.items()}
     found["moved"] = moved(engine, policy)
     found["corrupted"] = corrupted(engine, policy) | {"never arrives": [never_arrives]}
-    found["structured outputs"] = structure()
     found["changed by use"] = {k: v for k, v in changed(before).items() if k != "process group"}
     engine.close()
     found["changed in the end"] = changed(before)
@@ -127,11 +119,6 @@ def corrupted(engine: Any, policy: TinyPolicy) -> dict[str, list[Any]]:
     policy.sent = None
     engine.sync(20)
     return found
-
-
-def structure() -> list[str]:
-    made = _parameters({"n": 1, "structured_outputs": {"regex": "[0-9]+"}})
-    return [type(made.structured_outputs).__name__, made.structured_outputs.regex]
 
 
 def refusal(call: Any) -> str:

@@ -1,6 +1,6 @@
 """Samples in bfloat16 with real vLLM, and writes how far its log-probs are from a policy's, as JSON.
 
-Run as `python -m rollout.head_child ENGINE HEAD_DTYPE MODEL RUN RESULTS`.
+Run as `python -m rollout.head_child HEAD_DTYPE MODEL RUN RESULTS`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from transformers import LlamaForCausalLM
 from grpocli.models.head import widen_head
 from grpocli.processes.libraries import quiet_libraries
 from grpocli.rollout.engine import EngineContext, EngineJob
-from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
-from grpocli.rollout.vllm.external import misfit
+from grpocli.rollout.vllm.engine_parts import VllmColocate
 from grpocli.training.policy import Policy
 from grpocli.types import Request, Sampling
 
@@ -28,13 +27,13 @@ def gap(policy: Policy, prompt: list[int], token_ids: list[int], logprobs: list[
     return [abs(a - b) for a, b in zip(expected, logprobs, strict=True)]
 
 
-def main(name: str, head_dtype: str | None, model: Path, run: Path) -> dict[str, Any]:
+def main(head_dtype: str | None, model: Path, run: Path) -> dict[str, Any]:
     quiet_libraries()
     plain, wide = (LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval() for _ in range(2))
     policies = {"null": Policy(plain, plain, torch.bfloat16)}
     policies["float32"] = Policy(widen_head(wide), wide, torch.bfloat16)
     job = EngineJob(str(model), "bfloat16", 128, run, seed=0, head_dtype=head_dtype)
-    options: Any = Vllm() if name == "vllm" else VllmColocate()
+    options = VllmColocate()
     found: dict[str, Any] = {}
     prompts = [[5 + i, 6, 7 + i, 8] for i in range(16)]
     with options.launch(job):
@@ -42,10 +41,6 @@ def main(name: str, head_dtype: str | None, model: Path, run: Path) -> dict[str,
         engine: Any = options.connect(context)
         engine.sync(1)
         groups = engine.generate([Request(prompt, 4, seed=i) for i, prompt in enumerate(prompts)], Sampling(24))
-        if name == "vllm":
-            served = engine.pool.clients[0].get("/server_info?config_format=json")["vllm_config"]
-            jobs = {one: EngineJob("m", "bfloat16", 1, run, 0, head_dtype=one) for one in (None, "float32")}
-            found["misfit"] = {str(one): misfit(served, job) for one, job in jobs.items()}
         engine.close()
     for one, policy in policies.items():
         gaps = [gap(policy, p, c.token_ids, c.logprobs) for p, g in zip(prompts, groups, strict=True) for c in g]
@@ -55,6 +50,6 @@ def main(name: str, head_dtype: str | None, model: Path, run: Path) -> dict[str,
 
 
 if __name__ == "__main__":
-    engine, head, model, run, results = sys.argv[1:]
-    answer = main(engine, None if head == "null" else head, Path(model), Path(run))
+    head, model, run, results = sys.argv[1:]
+    answer = main(None if head == "null" else head, Path(model), Path(run))
     Path(results).write_text(json.dumps(answer))

@@ -36,24 +36,17 @@ class Replica(Server):
     def _scored(self, token_ids: list[int]) -> list[float]:
         self.model.load_state_dict(self.loaded, strict=False)
         ids = torch.tensor([token_ids])
-        logp: list[float] = (
-            self.model(ids).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
-        )
+        logp_LV = self.model(ids).logits[0, :-1].float().log_softmax(-1)
+        logp: list[float] = logp_LV.gather(1, ids[0, 1:, None])[:, 0].tolist()
         return logp
 
 
 def main(folder: Path) -> None:
     world = World(Single(device="cpu", timeout=60))
     torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=31,  # odd, so that the two processes' shards differ in size
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-    )
+    sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24}  # odd, so that the processes' shards differ
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(**sizes, **heads, tie_word_embeddings=True)
     model: Any = LlamaForCausalLM(config)
     replica = LlamaForCausalLM(config).bfloat16()
     if world.is_main:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -45,26 +43,6 @@ def test_buffers_have_the_dtype_of_attention(dtype: torch.dtype) -> None:
     found = cache.update(*states(2, 1, 1), 0)
     for one, *pieces in zip(found, states(2, 5, 0), states(2, 1, 1), strict=True):
         torch.testing.assert_close(one, torch.cat(pieces, 2).to(dtype), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
-        lambda cache: cache.crop(-1),
-    ],
-)
-def test_changes_have_the_same_effect_as_on_a_plain_cache(change: Callable[[DynamicCache], None]) -> None:
-    plain, roomy = DynamicCache(), DynamicCache()
-    for cache in (plain, roomy):
-        cache.update(*states(2, 5, 0), 0)
-    preallocate(roomy, 4)
-    found = []
-    for cache in (plain, roomy):
-        change(cache)
-        found.append(cache.update(*states(len(cache.layers[0].keys), 1, 1), 0))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(other, one, rtol=0, atol=0)
 
 
 def test_other_kinds_of_layers_are_not_replaced() -> None:

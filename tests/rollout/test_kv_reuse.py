@@ -84,22 +84,6 @@ def test_reuse_samples_the_same_tokens(model, sampling: Sampling) -> None:
     assert engine.prompts == [(3, 6), (6, longest), (4, longest)]
 
 
-def test_reuse_works_with_rows_of_one_length(model) -> None:
-    """Such a batch has no padding and no mask."""
-
-    def turns(keeps: bool) -> list[Completion]:
-        engine = TransformersEngine(SimpleNamespace(model=model, sampling_mode=torch.no_grad), [], 256, None)
-        first = Request(PROMPTS[0], 4, 0, reusable_kv=boxes(4) if keeps else ())
-        (said,) = engine.generate([first], FREE)
-        asked = [
-            Request([*PROMPTS[0], *done.token_ids, 20], 1, i, reusable_kv=first.reusable_kv[i : i + 1])
-            for i, done in enumerate(said)
-        ]
-        return [one for (one,) in engine.generate(asked, FREE)]
-
-    assert_same([turns(True)], [turns(False)])
-
-
 def test_reuse_works_with_bfloat16_weights(model) -> None:
     """FSDP2 gathers such weights without autocast; keys are stored in float32 and queries are bfloat16."""
     assert all(done.token_ids for turn in talk(Watched(model.bfloat16()), FREE) for done in turn)

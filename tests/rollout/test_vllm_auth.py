@@ -72,47 +72,6 @@ def test_without_a_key_no_server_starts(monkeypatch: pytest.MonkeyPatch, value: 
         RequireKey(app)
 
 
-class Routes:
-    """An application like vLLM's: routes, a mounted application, a websocket, optionally behind a prefix."""
-
-    def __init__(self, root_path: str = "") -> None:
-        pytest.importorskip("fastapi")
-        from fastapi import FastAPI, WebSocket
-        from starlette.types import Receive, Scope, Send
-
-        self.reached: list[str] = []
-        web = FastAPI()
-        web.root_path = root_path
-        web.get("/health")(lambda: self.reached.append("health"))
-        web.post("/update_weights")(lambda: self.reached.append("update"))
-
-        async def mounted(scope: Scope, receive: Receive, send: Send) -> None:
-            self.reached.append("metrics")
-
-        async def realtime(websocket: WebSocket) -> None:
-            self.reached.append("websocket")
-
-        web.mount("/metrics", mounted)
-        web.mount("/health/inner", mounted)
-        web.websocket("/v1/realtime")(realtime)
-        web.add_middleware(RequireKey, key=KEY)
-        self.web = web
-
-    def ask(self, path: str, method: str = "POST", kind: str = "http", **more: Any) -> int | None:
-        """The status, or None for a closed websocket."""
-        sent: list[Any] = []
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        async def receive() -> Any:
-            return {"type": "http.request" if kind == "http" else "websocket.connect", "body": b""}
-
-        scope = {"type": kind, "path": path, "raw_path": path.encode(), "method": method, "headers": []}
-        asyncio.run(self.web(scope | {"query_string": b"", "server": ("x", 80), "root_path": ""} | more, receive, send))
-        return next((message["status"] for message in sent if "status" in message), None)
-
-
 TRICKY = [
     *(
         "/update_weights",
@@ -127,19 +86,14 @@ TRICKY = [
 ]
 
 
-@pytest.mark.parametrize("root_path", ["", "/health"])
-def test_no_path_or_method_bypasses_the_key(root_path: str) -> None:
+def test_no_path_or_method_bypasses_the_key() -> None:
     """Servers decode the path first, so the checked path is the routed one."""
-    routes = Routes(root_path)
-    for path, method in [*((path, "GET") for path in TRICKY), *(("/update_weights", m) for m in ("POST", "PUT", "X"))]:
-        assert routes.ask(path, method) == 401, (path, method)
-    assert routes.ask("/health", "POST") == 401
-    assert routes.ask("/update_weights", raw_path=b"/health") == 401
-    assert routes.ask("/v1/realtime", kind="websocket") is None
-    assert routes.ask("/health", kind="websocket") is None
-    assert routes.reached == []
-    assert routes.ask("/health", "GET", raw_path=b"/%68ealth") in (200, 404)  # open where it exists
-    assert routes.reached in ([], ["health"])
+    for path, method in [*((path, "GET") for path in TRICKY), ("/health", "POST"), ("/health", "get")]:
+        start, _ = ask("http", path, [], method, raw_path=b"/health", root_path="/health")
+        assert start["status"] == 401, (path, method)
+    for path in ("/v1/realtime", "/health"):
+        assert ask("websocket", path, []) == [{"type": "websocket.close", "code": 1008}]
+    assert ask("http", "/health", [], raw_path=b"/%68ealth") == [{"type": "reached"}]
 
 
 def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,12 +111,9 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert {len(one) for pair in compared for one in pair} == {32}
 
 
-def test_repr_and_str_do_not_show_the_key() -> None:
-    assert KEY not in repr(Endpoint("http://127.0.0.1:1", KEY, "/dev/shm/x"))
-
-
 def test_a_key_file_is_private_from_its_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds even if an older file or the umask would let others read it."""
+    assert KEY not in repr(Endpoint("http://127.0.0.1:1", KEY, "/dev/shm/x"))
     modes: list[int] = []
     opened = os.open
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from grpocli.errors import ConfigError, EngineError
-from grpocli.rollout.vllm.client import check_temperature, completions, sampling_params
+from grpocli.errors import EngineError
+from grpocli.rollout.vllm.client import completions, sampling_params
 from grpocli.types import Request, Sampling
 
 REQUEST = Request([5], 2, seed=0)
@@ -26,7 +26,6 @@ def label(version: int | str, start: int, end: int) -> dict[str, Any]:
         ([label(3, 0, 4)], 3, None),
         ([label(3, 0, 1), label(4, 1, 4)], 3, [(3, 1), (4, 3)]),
         ([label("default", 0, 2), label(8, 2, 4)], 7, [(7, 2), (8, 2)]),
-        ([label(3, 0, 0), label(4, 0, 4)], 4, None),
         ([label(10, 0, 1), label(9, 1, 2), label(10, 2, 4)], 9, [(10, 1), (9, 1), (10, 2)]),
         ([label("default", 0, 2), label(7, 2, 4)], 7, None),
     ],
@@ -55,7 +54,6 @@ def test_versions_that_the_run_has_not_sent_are_refused() -> None:
         ({"logprobs": {"content": [{"logprob": -math.inf}] * 4}}, "-inf is not a log-prob"),
         ({"logprobs": {"content": [{"logprob": 0.5}] * 4}}, "0.5 is not a log-prob"),
         ({"logprobs": {"content": [{"logprob": None}] * 4}}, "TypeError"),
-        ({"logprobs": None}, "TypeError"),
         ({"token_ids": []}, "0 tokens"),
         ({"token_ids": [0]}, "1 tokens, 4 log-probs"),
         ({"finish_reason": "error"}, 'finish reason "error"'),
@@ -76,11 +74,3 @@ def test_text_is_decoded_for_stop_strings_only() -> None:
     assert "structured_outputs" not in plain
     stopped = sampling_params(REQUEST, Sampling(4, stop=("\n",)), [1])
     assert (stopped["detokenize"], stopped["stop"], stopped["include_stop_str_in_output"]) == (True, ["\n"], True)
-
-
-def test_temperatures_that_vllm_refuses_are_refused() -> None:
-    for temperature in (0.0, 0.01, 2.0):
-        check_temperature(Sampling(4, temperature=temperature))
-    for temperature in (0.005, 2.1):
-        with pytest.raises(ConfigError, match=rf"rollout\.temperature={temperature}: vLLM samples at 0\.01 at least"):
-            check_temperature(Sampling(4, temperature=temperature))

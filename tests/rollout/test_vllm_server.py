@@ -7,7 +7,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -34,14 +33,6 @@ def job(tmp_path: Path) -> EngineJob:
     return EngineJob("/models/m", "float32", 128, tmp_path / "run", seed=0)
 
 
-@pytest.fixture
-def busy_port() -> Iterator[int]:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        yield taken.getsockname()[1]
-
-
 def flags(options: Vllm, cpu: bool = True, spec: ServerSpec = SPEC) -> dict[str, str | None]:
     words = command(spec, options, cpu)
     assert words[:4] == [sys.executable, "-P", "-m", "grpocli.rollout.vllm.api_server"]
@@ -50,19 +41,15 @@ def flags(options: Vllm, cpu: bool = True, spec: ServerSpec = SPEC) -> dict[str,
 
 def test_the_command_has_the_options_for_correctness_and_safety() -> None:
     given = flags(Vllm())
-    assert given["--host"] == "127.0.0.1"
-    assert given["--port"] == "8001"
-    assert given["--dtype"] == "float32"
-    assert given["--max-model-len"] == "256"
-    assert given["--logprobs-mode"] == "processed_logprobs"
-    assert given["--generation-config"] == "vllm"
-    assert given["--middleware"] == "grpocli.rollout.vllm.api_server.RequireKey"
-    assert json.loads(given["--weight-transfer-config"] or "") == {"backend": "shm"}
-    assert "--enable-prefix-caching" in given
-    assert given["--scheduling-policy"] == "priority"
+    wanted = {
+        "--host": "127.0.0.1",
+        "--logprobs-mode": "processed_logprobs",
+        "--generation-config": "vllm",
+        "--middleware": "grpocli.rollout.vllm.api_server.RequireKey",
+        "--weight-transfer-config": '{"backend": "shm"}',
+    }
+    assert {name: given[name] for name in wanted} == wanted
     assert not any("key" in name for name in given)
-    assert "--enforce-eager" in given
-    assert "--gpu-memory-utilization" not in given
 
 
 @pytest.mark.parametrize(
@@ -100,10 +87,11 @@ def test_each_option_is_given_once() -> None:
         ({"vllm_args": {"hf_overrides": {"head_dtype": "float32"}}}, "engine.vllm_args.hf_overrides"),
         ({"vllm_args": {"middleware": "x"}}, "engine.vllm_args.middleware: grpocli sets this itself"),
         ({"vllm_args": {"no-enable-lora": "x"}}, "engine.vllm_args.no-enable-lora: grpocli sets this itself"),
-        ({"vllm_args": {"data-parallel-size": 2}}, "engine.vllm_args.data-parallel-size: grpocli sets this itself"),
-        ({"vllm_args": {"dtype": "half"}}, "engine.vllm_args.dtype: grpocli sets this itself"),
         ({"base_url": "127.0.0.1:8000"}, "engine.base_url="),
-        ({"port": 65535, "replicas": 2}, "engine.port="),
+        ({"base_url": []}, "engine.base_url="),
+        ({"base_url": ["http://a:1"], "api_key_file": ["a", "b"]}, "engine.api_key_file="),
+        ({"base_url": "http://a:1", "replicas": 2}, "engine.replicas="),
+        ({"vllm_args": {"port": 1}}, "engine.vllm_args.port: grpocli sets this itself"),
         ({"gpu_memory_utilization": 1.5}, "engine.gpu_memory_utilization="),
     ],
 )
@@ -135,17 +123,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.processes
-def test_a_busy_port_is_reported(monkeypatch: pytest.MonkeyPatch, job: EngineJob, busy_port: int) -> None:
-    installed(monkeypatch)
-    with pytest.raises(ConfigError, match=rf"engine\.port={busy_port}: .*in use"), Vllm(port=busy_port).launch(job):
-        pass
-
-
-@pytest.mark.processes
 def test_a_users_folder_for_weights_is_created_and_kept(
     monkeypatch: pytest.MonkeyPatch, job: EngineJob, tmp_path: Path
 ) -> None:
-    """The folder is created if missing, and kept; a failure is reported before the start."""
     installed(monkeypatch)
     monkeypatch.setattr(vllm_server, "command", lambda *_: [sys.executable, "-c", "raise SystemExit('x')"])
     monkeypatch.setattr(vllm_server, "wait_healthy", lambda *_: None)
@@ -155,19 +135,11 @@ def test_a_users_folder_for_weights_is_created_and_kept(
         assert endpoint.shm_dir == str(folder)
         assert folder.stat().st_mode & 0o777 == 0o700
     assert folder.is_dir()
-    (tmp_path / "file").touch()
-    bad = replace(spec, job=replace(job, sync_folder=str(tmp_path / "file" / "below")))
-    with (
-        pytest.raises(ConfigError, match=r"^sync\.folder=.*cannot be made: Not a directory"),
-        serving(bad, Vllm(), tmp_path / "log"),
-    ):
-        pass
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("status", [200, 500])
 def test_a_new_server_gets_a_first_request_that_nobody_waits_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, job: EngineJob, status: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, job: EngineJob
 ) -> None:
     installed(monkeypatch)
     stand_in, asked = StandIn(), threading.Event()
@@ -175,7 +147,7 @@ def test_a_new_server_gets_a_first_request_that_nobody_waits_for(
     def answer(path: str, body: Any) -> tuple[int, Any]:
         asked.set()
         stand_in.closed.wait()
-        return status, {}
+        return 500, {}
 
     stand_in.answer = answer
     monkeypatch.setattr(vllm_server, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
@@ -184,15 +156,6 @@ def test_a_new_server_gets_a_first_request_that_nobody_waits_for(
     with serving(ServerSpec(job, vllm_server.free_port(), None), Vllm(), tmp_path / "log"):
         assert asked.wait(30)
     stand_in.close()
-
-
-@pytest.mark.processes
-def test_a_server_that_does_not_answer_in_time_is_reported(monkeypatch: pytest.MonkeyPatch, job: EngineJob) -> None:
-    installed(monkeypatch)
-    monkeypatch.setattr(vllm_server, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
-    options = replace(Vllm(), start_timeout=1)
-    with pytest.raises(EngineError, match=r"/health within 1 s \(engine\.start_timeout\)"), options.launch(job):
-        pass
 
 
 OTHER = """
@@ -274,7 +237,7 @@ def test_a_refused_option_is_told_from_other_causes(tmp_path: Path, said: str) -
 
 @pytest.mark.parametrize(
     ("version", "supported"),
-    [("0.34.0", False), ("0.25.1", False), ("0.32.1.dev5+gabc", True), ("0.33.0", True), (vllm_config.UNKNOWN, True)],
+    [("0.25.1", False), ("0.32.1.dev5+gabc", True), ("0.34.0", False), (vllm_config.UNKNOWN, True)],
 )
 def test_a_version_with_another_interface_for_weights_is_refused(
     monkeypatch: pytest.MonkeyPatch, version: str, supported: bool

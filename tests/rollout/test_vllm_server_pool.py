@@ -30,7 +30,6 @@ class Vllm(StandIn):
         super().__init__()
         self.seconds, self.lives = seconds, lives
         self.asked: list[int] = []
-        self.completions = 0
         self.answer = self.respond
 
     def respond(self, path: str, body: Any) -> tuple[int, Any]:
@@ -39,7 +38,6 @@ class Vllm(StandIn):
         prompt, n = body["token_ids"][0], body["sampling_params"]["n"]
         with self.lock:
             self.asked.append(prompt)
-            self.completions += n
         time.sleep(self.seconds)
         with self.lock:
             if self.lives == 0:
@@ -71,13 +69,10 @@ class Comes:
         self.waited: list[int] = []
 
     def wait(self, lost: Lost) -> list[Endpoint]:
-        return [self._next(index, *told) for index, told in lost.items()]
-
-    def _next(self, index: int, before: Endpoint, reason: str) -> Endpoint:
-        self.waited.append(index)
-        if not self.servers:
-            raise EngineGone(f"none is left ({reason})")
-        return Endpoint(self.servers.pop(0).url, "key", "/nowhere", generation=before.generation + 1)
+        self.waited += lost
+        if len(self.servers) < len(lost):
+            raise EngineGone(f"none is left ({lost})")
+        return [Endpoint(self.servers.pop(0).url, "key", "/nowhere") for _ in lost]
 
 
 class Syncs:
@@ -103,7 +98,7 @@ class Syncs:
 def engine_of(servers: Sequence[Vllm], waiting: Comes, world: Any = None) -> tuple[VllmEngine, Syncs]:
     clients = clients_of(*servers)
     sync = Syncs(clients)
-    return VllmEngine(ServerPool(clients), sync, [1], version=3, world=world or Alone(), reconnector=waiting), sync
+    return VllmEngine(ServerPool(clients), sync, [1], version=3, world=world or Alone(), reconnect=waiting.wait), sync
 
 
 def requests(count: int, n: int = 1) -> list[Request]:
@@ -112,10 +107,6 @@ def requests(count: int, n: int = 1) -> list[Request]:
 
 def prompts_of(groups: list[list[Completion]]) -> list[int]:
     return [group[0].token_ids[0] for group in groups]
-
-
-def bodies(*sizes: int) -> list[dict[str, Any]]:
-    return [{"token_ids": [i], "sampling_params": {"n": n}} for i, n in enumerate(sizes)]
 
 
 def test_only_a_dead_servers_unanswered_requests_are_repeated(serve: Callable[..., Vllm]) -> None:
@@ -257,6 +248,6 @@ def test_a_cancelled_watch_leaves_requests_unanswered(serve: Callable[..., Vllm]
     try:
         cut = engine.generate(requests(3), Sampling(2), Listener(watch=Watch(cancelled=asked.is_set)))
         assert cut == [[], [], []]
-        assert not engine.pool.lost, "the server is healthy"
+        assert not engine.pool.clients[0].lost, "the server is healthy"
     finally:
         over.set()

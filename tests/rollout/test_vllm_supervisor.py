@@ -21,7 +21,7 @@ from grpocli.rollout.vllm import config as vllm_config
 from grpocli.rollout.vllm import supervisor
 from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.server_files import Endpoint, lost_file, run_file, run_files
-from grpocli.rollout.vllm.supervisor import ExternalServers, OwnServers, SupervisedServer
+from grpocli.rollout.vllm.supervisor import SupervisedServer, reconnect
 
 NAP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -30,11 +30,12 @@ class Starts:
     """Starts a process in place of a server; the starts numbered in `broken` fail."""
 
     def __init__(self, *broken: int) -> None:
-        self.broken = broken
+        self.broken, self.tried = broken, 0
         self.running: list[Guarded] = []
 
     @contextlib.contextmanager
-    def __call__(self, restarts: int) -> Iterator[tuple[Endpoint, Guarded]]:
+    def __call__(self) -> Iterator[tuple[Endpoint, Guarded]]:
+        restarts, self.tried = self.tried, self.tried + 1
         if restarts in self.broken:
             raise EngineError(f"start {restarts} failed")
         with guarded(NAP, name="nap", grace=0.2) as process:
@@ -101,38 +102,27 @@ def told(run_dir: Path) -> Endpoint:
 
 @pytest.mark.processes
 def test_a_server_that_exits_is_restarted_until_restarts_are_used_up(tmp_path: Path) -> None:
-    starts = Starts()
-    with watched(tmp_path, starts, max_restarts=2):
-        for generation in (0, 1, 2):
+    starts = Starts(2)
+    with watched(tmp_path, starts, max_restarts=3):
+        for generation in (0, 1, 3):  # a failed start counts
             until(lambda generation=generation: told(tmp_path).generation == generation)  # type: ignore[misc]
             assert told(tmp_path).url.endswith(f":{generation}")
             assert told(tmp_path).gone is None
             starts.running[-1].terminate()
         until(lambda: told(tmp_path).gone is not None)
         assert "vLLM server 0 ended with exit code" in str(told(tmp_path).gone)
-        assert "started again 2 times (engine.max_restarts=2)" in str(told(tmp_path).gone)
+        assert "started again 3 times (engine.max_restarts=3)" in str(told(tmp_path).gone)
     assert len(starts.running) == 3
-
-
-@pytest.mark.processes
-def test_a_failed_start_counts_as_a_restart(tmp_path: Path) -> None:
-    starts = Starts(1, 3)
-    with watched(tmp_path, starts, max_restarts=3):
-        starts.running[0].terminate()
-        until(lambda: told(tmp_path).generation == 2)
-        starts.running[1].terminate()
-        until(lambda: told(tmp_path).gone is not None)
-        assert "start 3 failed" in str(told(tmp_path).gone)
 
 
 @pytest.mark.processes
 def test_a_server_that_a_trainer_reports_is_replaced_once(tmp_path: Path) -> None:
     """It may hang and never exit; a second report of the same server must not cost another restart."""
-    starts, own = Starts(), OwnServers(Vllm(), job_in(tmp_path), never)
+    starts = Starts()
     with watched(tmp_path, starts, max_restarts=5):
         before = told(tmp_path)
         for _ in range(2):
-            (found,) = own.wait({0: (before, "it hangs")})
+            (found,) = reconnect(Vllm(), job_in(tmp_path), never, {0: (before, "it hangs")})
             assert found.generation == 1
             assert found.url != before.url
         assert len(starts.running) == 2
@@ -148,7 +138,7 @@ def test_all_lost_servers_share_one_deadline(tmp_path: Path, monkeypatch: pytest
         endpoint.save(run_file(tmp_path, index))
     dataclasses.replace(lost[0][0], generation=1).save(run_file(tmp_path, 0))
     with pytest.raises(EngineGone, match="no server came in its place within 1 s"):
-        OwnServers(Vllm(start_timeout=1, max_restarts=1), job_in(tmp_path), never).wait(lost)
+        reconnect(Vllm(start_timeout=1, max_restarts=1), job_in(tmp_path), never, lost)
     assert 1 <= clock.now < 1.9
     assert all(lost_file(tmp_path, index).exists() for index in range(3))
 
@@ -168,21 +158,18 @@ def test_an_external_server_that_comes_back_is_found(
         return after
 
     monkeypatch.setattr(supervisor, "external_server", look)
-    assert ExternalServers(options, job_in(tmp_path), never).wait({1: (before, "it is gone")}) == [after]
+    assert reconnect(options, job_in(tmp_path), never, {1: (before, "it is gone")}) == [after]
     clock.now, comes = 0.0, 60.0
     with pytest.raises(EngineGone, match=r"^it is gone; no server came in its place .*no vLLM server answers"):
-        ExternalServers(options, job_in(tmp_path), never).wait({1: (before, "it is gone")})
+        reconnect(options, job_in(tmp_path), never, {1: (before, "it is gone")})
     assert 1 <= clock.now < 3
 
 
 @contextlib.contextmanager
-def serving_stand_in(
-    spec: object, options: object, log: object, over: threading.Event, **_: object
-) -> Iterator[object]:
-    """The second server's port is refused; the others start until `over` is set."""
-    port = spec.port  # type: ignore[attr-defined]
-    if port == 9001:
-        raise ConfigError("engine.port=9001: taken")
+def serving_stand_in(spec: object, options: object, log: Path, over: threading.Event, **_: object) -> Iterator[object]:
+    """The second server cannot start; the others start until `over` is set."""
+    if log.stem == "vllm_1":
+        raise ConfigError("the second")
     assert over.wait(60), "the other starts were not cancelled"
     raise EngineError("not wanted any more")
     yield
@@ -191,7 +178,7 @@ def serving_stand_in(
 @pytest.mark.processes
 def test_a_failed_start_cancels_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "serving", serving_stand_in)
-    with pytest.raises(ConfigError, match="9001"), supervisor.launch(Vllm(replicas=3, port=9000), job_in(tmp_path)):
+    with pytest.raises(ConfigError, match="the second"), supervisor.launch(Vllm(replicas=3), job_in(tmp_path)):
         pass
     assert run_files(tmp_path) == []
 
@@ -230,9 +217,9 @@ def test_files_of_a_killed_run_are_ignored(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", [OwnServers, ExternalServers])
+@pytest.mark.parametrize("url", [None, "http://a:1"])
 def test_a_run_that_is_asked_to_stop_does_not_wait_for_servers(
-    tmp_path: Path, kind: type[OwnServers | ExternalServers], monkeypatch: pytest.MonkeyPatch, clock: Clock
+    tmp_path: Path, url: str | None, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     def look(asked: Vllm, url: str, job: EngineJob) -> Endpoint:
         raise ConfigError("no vLLM server answers there")
@@ -243,5 +230,5 @@ def test_a_run_that_is_asked_to_stop_does_not_wait_for_servers(
     asked = threading.Event()
     clock.asleep = asked.set  # during the first sleep
     with pytest.raises(EngineGone, match=r"^it is gone; the run was asked to stop"):
-        kind(Vllm(base_url=["http://a:1"]), job_in(tmp_path), asked.is_set).wait({0: (before, "it is gone")})
+        reconnect(Vllm(base_url=url), job_in(tmp_path), asked.is_set, {0: (before, "it is gone")})
     assert clock.now == supervisor.POLL

@@ -7,6 +7,7 @@ import os
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,8 +54,7 @@ WEIGHTS = {
 SHAPES = [(name, tuple(tensor.shape)) for name, tensor in WEIGHTS.items()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("room", [0, 1000])
+@pytest.mark.parametrize(("dtype", "room"), [(torch.float32, 0), (torch.bfloat16, 1000), (torch.float16, 0)])
 def test_files_hold_the_weights_cast_as_torch_casts(tmp_path: Path, dtype: torch.dtype, room: int) -> None:
     file = BucketFile(tmp_path / "w", file_size(SHAPES, dtype) + room)
     file.write(SHAPES, WEIGHTS.values(), dtype)
@@ -96,20 +96,7 @@ def test_paths_outside_the_folder_are_refused(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("")
     (folder / "link").symlink_to(tmp_path / "secret")
     assert checked_path("good", folder) == folder / "good"
-    for name in (
-        "../secret",
-        "sub/../good",
-        str(tmp_path / "secret"),
-        "link",
-        "sub",
-        "missing",
-        "",
-        ".",
-        "..",
-        5,
-        None,
-        ["good"],
-    ):
+    for name in ("../secret", "sub/../good", str(tmp_path / "secret"), "link", "sub", "missing", "", "..", 5, ["good"]):
         with pytest.raises(ValueError, match="not "):
             MappedFiles().tensors(name, folder, keep=False)  # type: ignore[arg-type]
 
@@ -117,22 +104,17 @@ def test_paths_outside_the_folder_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("server", "agrees"),
     [
-        ([-1.0, -2.0, -3.0], True),
         ([-1.09, -2.09, -3.09], True),
         ([-1.0, -2.0, -3.25], True),
         ([-1.2, -2.2, -3.2], False),
         ([-1.0, -2.0, -4.2], False),
         ([-1.0, math.nan, -3.0], False),
-        ([-1.0, -math.inf, -3.0], False),
     ],
 )
 def test_log_probs_outside_the_tolerance_are_refused(server: list[float], agrees: bool) -> None:
-    trainer = [-1.0, -2.0, -3.0]
-    if agrees:
-        require_close(server, trainer, 0.1, version=4)
-        return
-    with pytest.raises(EngineError, match=r"sync to version 4: .*on the server and -2\.00000 in the trainer"):
-        require_close(server, trainer, 0.1, version=4)
+    message = r"sync to version 4: .*on the server and -2\.00000 in the trainer"
+    with nullcontext() if agrees else pytest.raises(EngineError, match=message):
+        require_close(server, [-1.0, -2.0, -3.0], 0.1, version=4)
 
 
 class Server:
@@ -238,10 +220,8 @@ UPDATE = ["start_update", "update", "finish_update", "reset_prefix_cache", "weig
         ("glm4_moe", [], False),  # its expert biases are buffers, which a sync to servers does not send
         ("llama", ["model.lora.rank=4"], False),
         ("llama", ["engine.base_url=http://x:1"], False),
-        ("llama", ["engine.quantization=fp8"], False),
-        ("llama", ["engine.speculative={method:ngram,num_speculative_tokens:4}"], False),
+        ("llama", ["engine.vllm_args={speculative-config:{method:ngram,num_speculative_tokens:4}}"], False),
         ("llama", ["engine.vllm_args={load-format:auto}"], False),
-        ("llama", ["engine=vllm_colocate"], False),
     ],
 )
 def test_which_runs_start_servers_with_random_weights(
@@ -293,18 +273,12 @@ def test_servers_with_partial_weights_hold_their_requests(tmp_path: Path, in_fli
     assert dies.calls == [], "a lost server is not called"
 
 
-@pytest.fixture(params=["in memory", "on disk"])
-def kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the folder is treated as shared memory."""
-    kept = bool(request.param == "in memory")
-    monkeypatch.setattr(transports, "in_memory", lambda folder: kept)
-    return kept
-
-
+@pytest.mark.parametrize("kept", [True, False], ids=["in memory", "on disk"])
 def test_every_sync_updates_every_server_and_leaves_no_file(
     tmp_path: Path, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three servers, two of which share a folder; four buckets, so that files are rewritten while others load."""
+    monkeypatch.setattr(transports, "in_memory", lambda folder: kept)
     monkeypatch.setattr(transports, "buckets", lambda shapes, *_: [shapes[:1], shapes[1:3], shapes[3:4], shapes[4:]])
     made: list[Path] = []
     monkeypatch.setattr(transports, "BucketFile", lambda path, size: made.append(path) or BucketFile(path, size))
@@ -325,20 +299,6 @@ def test_every_sync_updates_every_server_and_leaves_no_file(
         assert not any(path.is_file() for path in tmp_path.rglob("*"))
     assert len(made) == (2 * transports.SLOTS if kept else 3 * 2 * 4)
     assert [server.calls.count("init_transfer") for server in servers] == [1, 1, 1]
-
-
-def test_the_probe_is_scored_at_the_first_sync_every_nth_and_on_new_servers(tmp_path: Path) -> None:
-    server = Server(tmp_path)
-    sync = sync_for([server], verify_every=3)
-    probed = []
-    for version in range(10):
-        if version == 7:
-            server.prepared = False
-        server.calls.clear()
-        sync(version)
-        probed.append("score" in server.calls)
-        assert "weight_version" in server.calls
-    assert [version for version, was in enumerate(probed) if was] == [0, 3, 6, 7]
 
 
 def test_one_wrong_server_of_two_is_found(tmp_path: Path) -> None:
@@ -445,30 +405,13 @@ def test_ipc_handles_survive_json() -> None:
     assert decode_handles(travelled) == {"GPU-1": HANDLE}
 
 
-@pytest.mark.parametrize(
-    "part",
-    [{"name": "os.system"}, {"name": ["int3"]}, {"bytes": "%%"}, {"ints": [1, "2"]}, {"ints": [True]}, "text", 1.5, []],
-)
+@pytest.mark.parametrize("part", [{"name": "os.system"}, {"bytes": "%%"}, {"ints": [1, "2"]}, {"ints": [True]}, "text"])
 def test_other_values_are_refused_as_ipc_handles(part: Any) -> None:
     good = encode_handles({"GPU-1": HANDLE})["GPU-1"]
     with pytest.raises(ValueError, match=r"IPC handle|base64|Invalid|Non-base64"):
         decode_handles({"GPU-1": [part, *good[1:]]})
     with pytest.raises(ValueError, match=f"has {ARGUMENTS} parts"):
         decode_handles({"GPU-1": good[:-1]})
-
-
-@pytest.mark.vllm
-def test_a_source_yields_the_declared_weights() -> None:
-    pytest.importorskip("vllm")
-    weights = PolicyWeights(context().policy, torch.bfloat16)
-    source = transports.WeightSource(weights)
-    declared = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata]
-    assert source.metadata == source.metadata()  # as vLLM 0.33 reads it and as 0.32 does
-    assert source.implements_iter_full()
-    assert source.owned_names(rank=1) == [name for name, _, _ in declared]
-    for read in (iter, transports.WeightSource.iter_full):
-        source.stream = weights.stream()
-        assert declared == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in read(source)]
 
 
 def test_workers_of_several_servers_are_one_group(tmp_path: Path) -> None:
@@ -549,9 +492,8 @@ def test_a_broadcast_that_failed_is_aborted_once(tmp_path: Path) -> None:
     assert done == ["send", "shutdown"]
 
 
-@pytest.mark.parametrize("kind", ["nccl", "ipc"])
 def test_a_wait_for_the_weights_has_the_deadline_of_the_transfer(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would wait forever for a kernel that an earlier transfer has left hanging."""
     computed, server = threading.Event(), Server(tmp_path)
@@ -561,12 +503,10 @@ def test_a_wait_for_the_weights_has_the_deadline_of_the_transfer(
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)  # which may ask torch.cuda
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: computed.wait(60))
     weights = PolicyWeights(context().policy, torch.bfloat16)
-    transport: Any = (
-        transports.NcclTransport(weights, 64) if kind == "nccl" else transports.IpcTransport(weights, 64, 0)
-    )
-    transport._engine = SimpleNamespace(send_weights=lambda: None, shutdown=lambda: None)
-    with pytest.raises(EngineError, match=r"waited 0\.2 s for the weights"):
-        transport.send([server], iter(()), 1)
+    for transport in (transports.NcclTransport(weights, 64), transports.IpcTransport(weights, 64, 0)):
+        transport._engine = SimpleNamespace(send_weights=lambda: None, shutdown=lambda: None)
+        with pytest.raises(EngineError, match=r"waited 0\.2 s for the weights"):
+            transport.send([server], iter(()), 1)
     computed.set()
 
 

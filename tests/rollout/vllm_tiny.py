@@ -12,13 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from grpocli.rollout.sampling import first_occurrence, sampling_logits
 from grpocli.types import Sampling
@@ -29,19 +23,11 @@ VOCABULARY = 96
 def build_model(folder: Path, *, tied: bool, seed: int = 0) -> Path:
     """A random Llama whose logits differ clearly, with a tokenizer of words w0 ... and the end token 1."""
     torch.manual_seed(seed)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}  # of size 32, the smallest of vLLM on a CPU
+    tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,  # of size 32, the smallest that vLLM supports on a CPU
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-        initializer_range=0.3,
+        **sizes, **heads, **tokens, max_position_embeddings=256, tie_word_embeddings=tied, initializer_range=0.3
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     words = {"<s>": 0, "</s>": 1} | {f"w{i}": i for i in range(2, VOCABULARY)}
@@ -50,32 +36,6 @@ def build_model(folder: Path, *, tied: bool, seed: int = 0) -> Path:
     PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="w2").save_pretrained(
         folder
     )
-    return folder
-
-
-def build_moe(folder: Path) -> Path:
-    """`build_model` as a mixture of four experts, whose weights are one tensor a layer."""
-    build_model(folder, tied=False)
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-        initializer_range=0.3,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
     return folder
 
 

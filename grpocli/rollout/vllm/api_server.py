@@ -1,8 +1,7 @@
 """vLLM's API server whose processes die with their parents: `python -m` this module, with vLLM's options.
 
-vLLM's engine and worker processes do not notice the death of their parent, so a server killed by SIGKILL would leave
-them behind with the model in memory. Spawned processes import this module as `__mp_main__` before any module of vLLM,
-and forked ones run the hook; the plugin would run too late in the first and never in the second.
+vLLM's engine and worker processes would outlive a server killed by SIGKILL, with the model in memory. Spawned processes
+import this module as `__mp_main__` before any module of vLLM, and forked ones run the hook.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ PRIVATE_FOLDER_VARIABLE = "GRPOCLI_SERVER_FOLDER"
 PARENT_VARIABLE = "GRPOCLI_SERVER_PROCESS"
 """The process id of the parent."""
 KEY_VARIABLE = "VLLM_API_KEY"
-OPEN_PATHS = frozenset({"/health"})
 BODY = b'{"error": {"message": "this server needs its key: Authorization: Bearer KEY", "code": 401}}'
 HEADERS = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
 
@@ -53,7 +51,8 @@ class RequireKey:
         self.app, self._digest = app, _digest(key.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or self._is_open(scope) or self._is_authorized(scope):
+        is_open = scope["type"] == "http" and scope["path"] == "/health" and scope["method"] == "GET"
+        if scope["type"] == "lifespan" or is_open or self._is_authorized(scope):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
             await receive()  # websocket.connect
@@ -61,9 +60,6 @@ class RequireKey:
         else:
             await send({"type": "http.response.start", "status": 401, "headers": HEADERS})
             await send({"type": "http.response.body", "body": BODY})
-
-    def _is_open(self, scope: Scope) -> bool:
-        return scope["type"] == "http" and scope["path"] in OPEN_PATHS and scope["method"] == "GET"
 
     def _is_authorized(self, scope: Scope) -> bool:
         given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]

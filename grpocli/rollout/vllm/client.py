@@ -1,8 +1,7 @@
-"""A vLLM server over HTTP: its routes, and completions from token ids to token ids.
+"""A vLLM server over HTTP: its routes, and completions from token ids to token ids, in vLLM's form.
 
 `ServerClient` repeats a request while the server is busy, and raises ServerGone when the server is gone or makes no
-progress; the supervisor then replaces it. Requests and answers have vLLM's form; the in-process engine (`colocate.py`)
-has the same.
+progress; the supervisor then replaces it.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from grpocli.errors import ConfigError, EngineError
+from grpocli.errors import EngineError
 from grpocli.http import BUSY, is_loopback, request, retry_delay
 from grpocli.processes.threads import run_in_thread
 from grpocli.rollout.vllm.server_files import Endpoint
-from grpocli.text import mask
+from grpocli.text import mask, one_line
 from grpocli.types import Completion, Request, Sampling
 
 T = TypeVar("T")
@@ -44,19 +43,15 @@ FIRST = -1  # priority above all waiting requests
 UNFINISHED = "unfinished"  # the version label of a mixture of weights
 ROUNDING = 1e-3
 """The largest log-prob above 0 that counts as rounding."""
-COLDEST, HOTTEST = 0.01, 2.0
-"""vLLM raises a temperature between 0 and COLDEST, and refuses one above HOTTEST."""
-REASON = 300  # characters of vLLM's reason, which may hold its parser's whole state
 
 CHECK = 5.0
 """Seconds for one check of a server, and between two checks while an answer is awaited."""
 FIRST_DELAY = 0.5
-"""Seconds at most before the first retry at a busy server; twice as long as between tries during a pause."""
+"""Seconds at most before the first retry at a busy server."""
 GENERATE = "/inference/v1/generate"  # token ids in, token ids out
 REPEATABLE = (GENERATE, "/pause", "/resume", "/reset_prefix_cache", "/update_weight_version")
 """Requests besides GET that may be retried; with fixed seeds completions are the same."""
-PAUSED = "Generation is paused"  # with 503, the answer of vLLM 0.33 to a request during a pause; 0.32 holds the request
-TOKENS = re.compile(r"^vllm:(prompt|generation)_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
 class RequestRefused(EngineError):
@@ -93,6 +88,8 @@ class ServerClient:
         """Whether a sync has prepared this server for the next ones."""
         self.lost: ServerGone | None = None
         """The error by which the server was found gone, stuck or replaced; None while it answers."""
+        self.open = True
+        """Whether it has the weights to sample with; a replaced one first gets a sync."""
         self._numbered = False  # whether its weights have carried a version of this run
         self._accepted = False  # whether it has accepted our key
         self._answered = 0.0  # the time of the last successful call
@@ -100,57 +97,65 @@ class ServerClient:
         self._tokens = 0.0  # computed until the last check
         self._next_check = 0.0  # the time of the next check while calls wait
         self._warned = -math.inf  # the time of the last log line about a busy server
+        https = endpoint.url.startswith("https")
+        self._certificates: ssl.SSLContext | bool = httpx.create_ssl_context() if https else False  # slow, so once
         self._running: Counter[str] = Counter()  # requests by model
         self._running_lock = threading.Lock()
 
     def replaced_by(self, endpoint: Endpoint) -> ServerClient:
-        """The client of the server that takes this one's place."""
-        return ServerClient(endpoint, self.timeout, self.run, self.patience)
+        """The client of the server that takes this one's place, which is not open yet."""
+        client = ServerClient(endpoint, self.timeout, self.run, self.patience)
+        client.open = False
+        return client
 
-    async def request(self, method: str, path: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:
+    @property
+    def takes_requests(self) -> bool:
+        return self.open and not self.lost
+
+    async def request(
+        self, method: str, path: str, body: dict[str, Any] | None, read: Callable[[Any], T], once: bool = False
+    ) -> T:
         """What `read` finds in the answer's JSON. A busy server is asked again.
 
         Patience restarts whenever the server answers another request, because this one's turn will come.
+        once: a part of a sync. A busy server may have executed it, so it counts as lost and gets a sync later.
         """
         began, tries = time.monotonic(), 0
         while True:
             try:
                 return self._read(path, await self._once(method, path, body), read)
             except RequestRefused as refused:
-                if not self.busy(refused) or (method != "GET" and path.partition("?")[0] not in REPEATABLE):
+                if not self.patience or refused.status not in BUSY:
+                    raise
+                if once:
+                    raise self.gone(str(refused)) from refused
+                if method != "GET" and path.partition("?")[0] not in REPEATABLE:
                     raise
                 now = time.monotonic()
                 left = max(began, self._answered) + self.patience - now
                 if left <= 0:
-                    raise self.gone(f"{refused}, for {self.patience:g} s (engine.patience)") from refused
+                    raise self.gone(f"{refused}, for {self.patience:g} s (engine.reconnect_timeout)") from refused
                 if now > self._warned + self.patience:
                     self._warned = now
-                    logger.warning("%s; repeating the request for %g s (engine.patience)", refused, self.patience)
+                    logger.warning(
+                        "%s; repeating the request for %g s (engine.reconnect_timeout)", refused, self.patience
+                    )
                 tries += 1
                 await asyncio.sleep(min(retry_delay(tries, FIRST_DELAY, refused.retry_after), left))
             if self.lost:  # found by another call
                 raise ServerGone(str(self.lost))
-
-    def busy(self, refused: RequestRefused) -> bool:
-        """Whether a retry may succeed."""
-        return self.patience > 0 and refused.status in BUSY
 
     def gone(self, problem: str) -> ServerGone:
         """The error to raise when the server is found lost."""
         self.lost = ServerGone(problem)
         return self.lost
 
-    async def generated(self) -> float:
-        """Tokens that the server has generated since its start, for all clients; 0 if unknown."""
-        async with self._http() as http:
-            return (await _tokens_computed(http))["generation"]
-
     async def _once(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
         """One attempt, which checks the server while it waits: a dead engine may never answer, a busy one may yet."""
         began = time.monotonic()
         try:
             async with self._http() as http:
-                call = asyncio.ensure_future(_after_a_pause(http, method, path, body))
+                call = asyncio.ensure_future(http.request(method, path, json=body))
                 try:
                     while not (await asyncio.wait({call}, timeout=min(CHECK, self.timeout)))[0]:
                         await self._check(http, path, began)
@@ -160,7 +165,7 @@ class ServerClient:
                 response = call.result()
                 self._last_sign = time.monotonic()
                 if not response.is_success:
-                    raise await self._failure(path, response)
+                    raise await self._failure(path, body or {}, response)
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
             raise self.gone(f"{self.where} is gone ({path}: {reason}){self.endpoint.cause()}") from error
@@ -175,7 +180,7 @@ class ServerClient:
             headers={"Authorization": f"Bearer {self.endpoint.api_key}"},
             timeout=httpx.Timeout(None, connect=2 * CHECK),
             trust_env=not is_loopback(urlsplit(self.endpoint.url).hostname or ""),
-            verify=_certificates() if self.endpoint.url.startswith("https") else False,
+            verify=self._certificates,
         )
 
     async def _check(self, http: httpx.AsyncClient, path: str, began: float) -> None:
@@ -184,23 +189,23 @@ class ServerClient:
             self._next_check = time.monotonic() + CHECK
             if await _health(http) is False:
                 raise self.gone(f"{self.where} died during {path}{self.endpoint.cause()}")
-            tokens = sum((await _tokens_computed(http)).values())
+            tokens = await _tokens_computed(http)
             if tokens != self._tokens:
                 self._last_sign, self._tokens = time.monotonic(), tokens
         if time.monotonic() >= max(began, self._last_sign) + self.timeout:
             problem = f"nor made progress, within {self.timeout:g} s (engine.request_timeout)"
             raise self.gone(f"{self.where} did not answer {path}, {problem}")
 
-    async def _failure(self, path: str, response: httpx.Response) -> EngineError:
+    async def _failure(self, path: str, body: dict[str, Any], response: httpx.Response) -> EngineError:
         """The error of a failed response: ServerGone if the engine has died or another server took its place."""
-        refused = RequestRefused(
-            f"{self.where} refused {path} ({response.status_code}): {_message(response)}", response
-        )
+        problem = f"{self.where} refused {path} ({response.status_code}): {_message(response)}"
+        refused = RequestRefused(problem, response)
         if response.status_code >= 500:
             async with self._http() as new:  # after an error in a route, vLLM closes the connection that asked
                 if await _health(new) is not True:
                     return self.gone(f"{refused}{self.endpoint.cause()}")
-        replaced = response.status_code == 401 and self._accepted
+        knows_no_adapter = response.status_code == 404 and body.get("model", MODEL) != MODEL
+        replaced = knows_no_adapter or (response.status_code == 401 and self._accepted)
         return self.gone(str(refused)) if replaced else refused
 
     def _read(self, path: str, response: httpx.Response, read: Callable[[Any], T]) -> T:
@@ -216,17 +221,10 @@ class ServerClient:
         return asyncio.run(self.request("GET", path, None, read))
 
     def post(
-        self, path: str, body: dict[str, Any] | None = None, read: Callable[[Any], Any] = lambda answer: answer
+        self, path: str, body: Any = None, read: Callable[[Any], Any] = lambda answer: answer, once: bool = False
     ) -> Any:
-        """The answer's JSON, or what `read` finds in it."""
-        return asyncio.run(self.request("POST", path, body, read))
-
-    def _post_once(self, path: str, body: dict[str, Any]) -> None:
-        """Post a part of a sync. A busy server may have executed it, so it counts as lost and gets a sync later."""
-        try:
-            self.post(path, body)
-        except RequestRefused as refused:
-            raise (self.gone(str(refused)) if self.busy(refused) else refused) from None
+        """The answer's JSON, or what `read` finds in it. once: see `request`."""
+        return asyncio.run(self.request("POST", path, body, read, once))
 
     # Completions
 
@@ -236,17 +234,12 @@ class ServerClient:
         with self._running_lock:
             self._running[model] += 1
         try:
-            return await self._ask_model(model, body, functools.partial(self._choices, model))
+            return await self.request(
+                "POST", GENERATE, {"model": model, **body}, functools.partial(self._choices, model)
+            )
         finally:
             with self._running_lock:
                 self._running -= Counter([model])  # which drops a count of 0
-
-    async def _ask_model(self, model: str, body: dict[str, Any], read: Callable[[Any], T]) -> T:
-        """What `read` finds in the answer. A server that does not know an adapter is another one: ServerGone."""
-        try:
-            return await self.request("POST", GENERATE, {"model": model, **body}, read)
-        except RequestRefused as refused:
-            raise (self.gone(str(refused)) if refused.status == 404 and model != MODEL else refused) from None
 
     def _choices(self, model: str, answer: Any) -> list[dict[str, Any]]:
         """The choices of an answer, in order, with versions as numbers."""
@@ -265,16 +258,20 @@ class ServerClient:
             raise ValueError(f"its completions are numbered {numbers}")
         return sorted(choices, key=lambda choice: int(choice["index"]))
 
-    def score(self, token_ids: Sequence[int], first: bool = False) -> list[float]:
-        """log p(token_ids[i] | token_ids[:i]) for i >= 1, in nats, at temperature 1; first: before waiting requests."""
+    def score(self, token_ids: Sequence[int], first: bool = False, model: str = "") -> list[float]:
+        """log p(token_ids[i] | token_ids[:i]) for i >= 1, in nats, at temperature 1.
+
+        first: before waiting requests. model: by default the one that completions are requested from.
+        """
 
         def read(answer: Any) -> list[float]:
             entries = answer["prompt_logprobs"][1:]
             return [float(entry[str(token)]["logprob"]) for entry, token in zip(entries, token_ids[1:], strict=True)]
 
         sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-        body = {"token_ids": list(token_ids), "sampling_params": sampling, **({"priority": FIRST} if first else {})}
-        return asyncio.run(self._ask_model(self.model, body, read))
+        body = {"model": model or self.model, "token_ids": list(token_ids), "sampling_params": sampling}
+        found: list[float] = self.post(GENERATE, body | ({"priority": FIRST} if first else {}), read)
+        return found
 
     def sample(self, token_ids: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
         """Sample `tokens` more with a fixed seed, before waiting requests; their ids and log-probs at temperature 1."""
@@ -284,8 +281,9 @@ class ServerClient:
             return choice["token_ids"], [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
 
         sampling = {"max_tokens": tokens, "temperature": 1, "seed": 0, "logprobs": 0, "ignore_eos": True}
-        body = {"token_ids": list(token_ids), "sampling_params": sampling, "priority": FIRST}
-        return asyncio.run(self._ask_model(self.model, body, read))
+        body = {"model": self.model, "token_ids": list(token_ids), "sampling_params": sampling, "priority": FIRST}
+        found: tuple[list[int], list[float]] = self.post(GENERATE, body, read)
+        return found
 
     # Weights
 
@@ -295,7 +293,7 @@ class ServerClient:
 
     def init_transfer(self, info: dict[str, Any]) -> None:
         """Prepare the server's side of the weight transfer with its backend's settings."""
-        self._post_once("/init_weight_transfer_engine", {"init_info": info})
+        self.post("/init_weight_transfer_engine", {"init_info": info}, once=True)
         self.prepared = True
 
     def pause(self, mode: str = "wait") -> None:
@@ -312,23 +310,21 @@ class ServerClient:
             self.post("/start_weight_update")
         except RequestRefused:
             self.abandon_update()
-            self._post_once("/start_weight_update", {})
+            self.post("/start_weight_update", {}, once=True)
 
     def update(self, info: dict[str, Any]) -> None:
         """Have the server load some of the weights; `info` is what its backend needs to find them."""
-        self._post_once("/update_weights", {"update_info": info})
+        self.post("/update_weights", {"update_info": info}, once=True)
 
     def finish_update(self, version: int) -> None:
         """End the update and label the server's weights with `version`."""
-        self._post_once("/finish_weight_update", {"weight_version": f"{self.run}.{version}"})
+        self.post("/finish_weight_update", {"weight_version": f"{self.run}.{version}"}, once=True)
 
     def abandon_update(self) -> None:
         """End an unfinished update, if any, and label the weights as a mixture."""
-        try:
+        with contextlib.suppress(RequestRefused):  # no update is unfinished
             self.post("/finish_weight_update", {})
-        except RequestRefused:  # no update is unfinished
-            return
-        self.post("/update_weight_version", {"new_version": UNFINISHED})
+            self.post("/update_weight_version", {"new_version": UNFINISHED})
 
     def reset_prefix_cache(self, running: bool = False) -> None:
         """Drop keys and values of the old weights; running: also those of frozen requests. Raises EngineError."""
@@ -378,21 +374,10 @@ class ServerClient:
             return set(self._running) - {MODEL}
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        self._post_once("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, once=True)
 
     def unload_adapter(self, name: str) -> None:
-        self._post_once("/v1/unload_lora_adapter", {"lora_name": name})
-
-
-async def _after_a_pause(
-    http: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None
-) -> httpx.Response:
-    """The answer, for which the request waits until the server is not paused, as if the server had held it."""
-    while True:
-        response = await http.request(method, path, json=body)
-        if response.status_code != 503 or PAUSED not in response.text:
-            return response
-        await asyncio.sleep(FIRST_DELAY / 2)
+        self.post("/v1/unload_lora_adapter", {"lora_name": name}, once=True)
 
 
 async def _health(http: httpx.AsyncClient) -> bool | None:
@@ -406,29 +391,21 @@ async def _health(http: httpx.AsyncClient) -> bool | None:
     return True if answer.is_success else False if answer.status_code == 503 else None
 
 
-async def _tokens_computed(http: httpx.AsyncClient) -> dict[str, float]:
+async def _tokens_computed(http: httpx.AsyncClient) -> float:
     """Tokens of prompts and of generations since the server's start, for all clients; 0 if unknown."""
-    counts = {"prompt": 0.0, "generation": 0.0}
     with contextlib.suppress(httpx.HTTPError):  # the waiting call and `_health` report errors
-        for kind, number in TOKENS.findall((await request(http, "GET", "/metrics", CHECK)).text):
-            counts[kind] += float(number)
-    return counts
-
-
-@functools.cache
-def _certificates() -> ssl.SSLContext:
-    """The system's certificates, read once because reading is slow."""
-    return httpx.create_ssl_context()
+        return sum(map(float, TOKENS.findall((await request(http, "GET", "/metrics", CHECK)).text)))
+    return 0.0
 
 
 def _message(response: httpx.Response) -> str:
-    """The message in one of vLLM's two error formats, else the answer's first line."""
-    try:
-        body = response.json()
-    except ValueError:
-        return response.text.partition("\n")[0][:REASON].removesuffix(".")
-    error = body.get("error", body) if isinstance(body, dict) else body
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:500].removesuffix(".")
+    """The message in one of vLLM's two error formats, else the answer's text."""
+    error: Any = response.text
+    with contextlib.suppress(ValueError):  # not JSON, but a proxy's page
+        error = response.json()
+    for name in ("error", "message"):
+        error = error.get(name, error) if isinstance(error, dict) else error
+    return one_line(str(error))[:500].removesuffix(".")
 
 
 def call_all(servers: Sequence[ServerClient], call: Callable[[ServerClient], T]) -> list[T]:
@@ -439,23 +416,6 @@ def call_all(servers: Sequence[ServerClient], call: Callable[[ServerClient], T])
 
 
 # Requests and completions
-
-
-def check_temperature(sampling: Sampling) -> None:
-    """Raise ConfigError if vLLM would change or refuse the temperature."""
-    if sampling.temperature != 0 and not COLDEST <= sampling.temperature <= HOTTEST:
-        problem = f"vLLM samples at {COLDEST} at least (or at 0), and at {HOTTEST:g} at most"
-        raise ConfigError(problem, key="rollout.temperature", value=sampling.temperature)
-
-
-def check_refusal(error: EngineError, sampling: Sampling) -> None:
-    """Raise ConfigError if vLLM refused a request with a regex or JSON schema, which only its grammar can judge."""
-    refused = error.status == 400 if isinstance(error, RequestRefused) else isinstance(error.__cause__, ValueError)
-    if (name := sampling.structure) and refused:
-        reason = " ".join(str(error).split())[:REASON]
-        raise ConfigError(
-            f"vLLM cannot use it: {reason}", key=f"rollout.{name}", value=getattr(sampling, name)
-        ) from error
 
 
 def body(request: Request, sampling: Sampling, stop_token_ids: Sequence[int]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """engine=vllm_colocate: vLLM inside each trainer process, which loads the trainer's weights directly.
 
 `InProcessLLM` wraps `vllm.LLM`; `ColocateEngine` syncs and verifies its weights. vLLM changes its process; with
-`VllmEnvironment` the changes hold only during its own calls.
+`VllmState` what the trainer needs is unchanged outside of its calls.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ import gc
 import itertools
 import logging
 import os
-import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from grpocli.config.user_code import keep_random_state
-from grpocli.errors import ConfigError, EngineError
+from grpocli.errors import EngineError
 from grpocli.files import QuietFileHandler
 from grpocli.rollout.engine import Engine, ignore_group
 from grpocli.rollout.sampling import stop_token_ids
-from grpocli.rollout.vllm.client import check_refusal, check_temperature, completions, sampling_params
+from grpocli.rollout.vllm.client import completions, sampling_params
 from grpocli.rollout.vllm.plugin import leave_out_ranks
 from grpocli.rollout.vllm.server import HF_OVERRIDES, common_options, on_cpu
 from grpocli.rollout.vllm.weight_sync import PROBE_ROOM, PolicyWeights, WeightVerifier, require_close, together
@@ -39,13 +38,12 @@ if TYPE_CHECKING:
 IN_PROCESS_BACKEND = "direct"  # the name under which vLLM finds `weight_transfer.InProcessWeightTransfer`
 DISCARD_LEVEL = 2  # vLLM keeps neither weights nor cache; `InProcessLLM.load` sends the weights again
 
-SETTINGS: Mapping[str, str | None] = {
+SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model runs in this process
     "VLLM_CONFIGURE_LOGGING": "0",  # `log_to` configures its log
-    "VLLM_LOGGING_CONFIG_PATH": None,
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": None,  # would override engine.cpu_kv_cache_gb
 }
+"""Environment variables of the trainer's process."""
 
 
 class ColocateEngine(Engine):
@@ -64,13 +62,8 @@ class ColocateEngine(Engine):
         """`n` completions for each request, in order. Raises EngineError if a request fails."""
         if self.version is None:
             raise EngineError("engine=vllm_colocate does not have the policy's weights: call sync before generate")
-        check_temperature(sampling)
         parameters = [sampling_params(request, sampling, self._stop) for request in requests]
-        try:
-            answers = self.llm.complete([request.token_ids for request in requests], parameters)
-        except EngineError as error:
-            check_refusal(error, sampling)
-            raise
+        answers = self.llm.complete([request.token_ids for request in requests], parameters)
         return [
             completions(choices, request, sampling, self.version)
             for choices, request in zip(answers, requests, strict=True)
@@ -81,17 +74,14 @@ class ColocateEngine(Engine):
 
         At the first sync vLLM's weights are random, which proves the load.
         """
-        due, sent = self.verifier.due(), 0
         everything = itertools.chain(self.weights.stream(), self.weights.buffers())
         with together(self.world), self.weights.to_the_end(everything) as stream:
-            sent = self.llm.load(stream, version)
-        if due:
-            expected = self.verifier.score()  # outside of the next block, since that may be collective
-            with together(self.world):
-                require_close(self.llm.score(self.verifier.token_ids), expected, self.verifier.tolerance, version)
-            self.verifier.passed()
+            self.llm.load(stream, version)  # in the trainer's dtype: vLLM's loader casts while it copies
+        expected = self.verifier.score()  # outside of the next block, since that may be collective
+        with together(self.world):
+            require_close(self.llm.score(self.verifier.token_ids), expected, self.verifier.tolerance, version)
         self.version = version
-        return {"sync/bytes": float(sent)}
+        return {"sync/bytes": float(self.weights.bytes())}
 
     def release_memory(self) -> None:
         """Release vLLM's memory. The update makes its weights old, so `generate` needs a sync first.
@@ -106,61 +96,34 @@ class ColocateEngine(Engine):
         self.llm.close()
 
 
-@contextlib.contextmanager
-def launch(options: ColocateOptions, job: EngineJob) -> Iterator[None]:
-    """Check the options before the model is loaded. Raises ConfigError."""
-    options.check_room(job)
-    if options.sleep and on_cpu():
-        raise ConfigError(
-            "vLLM releases the memory of GPUs only: set it to null on a CPU", key="engine.sleep", value=True
-        )
-    yield
-
-
 def connect(options: ColocateOptions, context: EngineContext) -> ColocateEngine:
     """Start vLLM in this process. Collective: the processes create their process groups together."""
-    if context.sampling:
-        check_temperature(context.sampling)
     return ColocateEngine(start(options, context.job, context.world), context)
 
 
 class InProcessLLM:
-    """A `vllm.LLM` in this process. Errors are raised as EngineError with the path of the log.
+    """A `vllm.LLM` in this process. Errors are raised as EngineError with the path of the log."""
 
-    dtype: dtype of its weights. can_sleep: whether `sleep` releases its memory.
-    """
-
-    def __init__(self, llm: Any, environment: VllmEnvironment, dtype: torch.dtype, can_sleep: bool, log: Path) -> None:
+    def __init__(self, llm: Any, state: VllmState, dtype: torch.dtype, can_sleep: bool, log: Path) -> None:
         self.llm, self.dtype, self.can_sleep, self.log = llm, dtype, can_sleep, log
         self.asleep = False
-        self._environment = environment
+        self._state = state
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
-        """Replace all weights, drop the prefix cache and wake up; return the bytes loaded."""
-        sent = 0
-
-        def counted() -> Iterator[tuple[str, torch.Tensor]]:
-            nonlocal sent
-            for name, tensor in weights:
-                sent += tensor.numel() * self.dtype.itemsize
-                yield name, tensor  # in the trainer's dtype, since vLLM's loader casts while it copies
-
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Replace all weights, drop the prefix cache and wake up."""
         with self._vllm_call("load the weights"):
             if self.asleep:
                 torch.cuda.empty_cache()  # release unused memory cached by the trainer's allocator
                 self.llm.wake_up(tags=["weights"])
             self.llm.start_weight_update()
-            self.llm.update_weights({"update_info": {"weights": counted()}})
+            self.llm.update_weights({"update_info": {"weights": weights}})
             self.llm.finish_weight_update(weight_version=str(version))
             if self.asleep:  # only now, when the load's temporary memory is free again
                 torch.cuda.empty_cache()
                 self.llm.wake_up(tags=["kv_cache"])
                 self.asleep = False
             if not self.llm.reset_prefix_cache():
-                raise EngineError(
-                    "vLLM in the trainer's process did not clear its prefix cache because requests are running"
-                )
-        return sent
+                raise EngineError("vLLM did not clear its prefix cache because requests are running")
 
     def sleep(self) -> None:
         """Release the memory if `can_sleep` and it is awake; only `load` wakes vLLM up again."""
@@ -206,7 +169,7 @@ class InProcessLLM:
 
     @contextlib.contextmanager
     def _vllm_call(self, what: str) -> Iterator[None]:
-        with self._environment.active(), _as_engine_error(what, self.log):
+        with self._state.active(), _as_engine_error(what, self.log):
             yield
 
 
@@ -215,11 +178,13 @@ def start(options: ColocateOptions, job: EngineJob, world: World) -> InProcessLL
 
     Raises EngineError with vLLM's reason if it does not start.
     """
-    environment = VllmEnvironment()
+    os.environ.update(SETTINGS)
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override engine.cpu_kv_cache_gb
+    state = VllmState()
     log = (job.run_dir / "logs" / ("vllm.log" if world.is_main else f"vllm_{world.rank}.log")).absolute()
     log_to(log)
     given = arguments(options, job, world.size, on_cpu())
-    with environment.active(), output_to(log), _as_engine_error("start", log):
+    with state.active(), output_to(log), _as_engine_error("start", log):
         from vllm import LLM
 
         from grpocli.rollout.vllm.weight_transfer import register_in_process_transfer
@@ -229,7 +194,7 @@ def start(options: ColocateOptions, job: EngineJob, world: World) -> InProcessLL
             leave_out_ranks()
         llm = LLM(**given)
         llm.init_weight_transfer_engine({"init_info": {}})
-    return InProcessLLM(llm, environment, getattr(torch, job.dtype), bool(given["enable_sleep_mode"]), log)
+    return InProcessLLM(llm, state, getattr(torch, job.dtype), bool(given["enable_sleep_mode"]), log)
 
 
 def arguments(options: ColocateOptions, job: EngineJob, processes: int, cpu: bool) -> dict[str, Any]:
@@ -239,7 +204,7 @@ def arguments(options: ColocateOptions, job: EngineJob, processes: int, cpu: boo
         "model": job.model_path,
         "revision": job.revision,
         "max_model_len": options.max_model_len or max(job.max_tokens, PROBE_ROOM),
-        "enable_sleep_mode": not cpu if options.sleep is None else options.sleep,
+        "enable_sleep_mode": not cpu,
         "weight_transfer_config": {"backend": IN_PROCESS_BACKEND},
         "load_format": "dummy",  # random weights, so that a parameter missing from a sync is detected
         "use_tqdm_on_load": False,
@@ -286,8 +251,6 @@ def _as_engine_error(what: str, log: Path) -> Iterator[None]:
         raise
     except Exception as error:
         cause = " ".join(str(error).split())[:400] or type(error).__name__
-        if unknown := re.search(r"unexpected keyword argument '(\w+)'", cause):
-            raise ConfigError("vLLM has no such argument", key=f"engine.vllm_args.{unknown[1]}") from error
         raise EngineError(f"vLLM in the trainer's process could not {what}: {cause} (its log: {log})") from error
 
 
@@ -311,77 +274,46 @@ def _keep_trainers_group() -> Iterator[None]:
         parallel_state.destroy_distributed_environment = original
 
 
-class VllmEnvironment:
-    """`with environment.active():` around every use of vLLM.
+class VllmState:
+    """`with state.active():` around every use of vLLM.
 
-    Outside of the block, environment variables, random generators, torch's threads, matmul precision and stream, the
-    exception hook and warning filters are as if vLLM were not there. Its variables, some of which it reads late, and
-    its stream return with each block. Other threads see its state during a block.
+    Outside of the block, random generators, torch's threads, matmul precision and stream, and warning filters are as
+    if vLLM were not there. Other threads see its state during a block.
     """
 
     def __init__(self) -> None:
-        self._variables: dict[str, str | None] = dict(SETTINGS)  # vLLM's; None: not set
         self._stream: torch.cuda.Stream | None = None
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         # vLLM seeds all random generators at its start, and its sampler draws from torch's
-        with warnings.catch_warnings(), keep_random_state(), _keep_torch_settings(), self._own_stream():
-            before, hook = dict(os.environ), sys.excepthook
-            _set(self._variables)
-            try:
-                yield
-            finally:
-                changed = {name for name in before | os.environ if before.get(name) != os.environ.get(name)}
-                self._variables = {name: os.environ.get(name) for name in changed}
-                _set({name: before.get(name) for name in changed})
-                sys.excepthook = hook
+        with warnings.catch_warnings(), keep_random_state(), contextlib.ExitStack() as stack:
+            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            stack.callback(_set_threads, torch.set_num_threads, torch.get_num_threads())
+            if torch.cuda.is_available():
+                trainers = torch.cuda.current_stream()
+                stack.callback(self._leave_stream, trainers)
+                _switch(trainers, self._stream or trainers)
+            yield
 
-    @contextlib.contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        """Make vLLM's stream of the GPU the current one, and the trainer's again; each waits for the other's work."""
-        if not torch.cuda.is_available():
-            yield
-            return
-        trainers = torch.cuda.current_stream()
-        _switch(trainers, self._stream or trainers)
-        try:
-            yield
-        finally:
-            self._stream = torch.cuda.current_stream()
-            _switch(self._stream, trainers)
+    def _leave_stream(self, trainers: torch.cuda.Stream) -> None:
+        """Keep vLLM's stream for its next call, and make the trainer's the current one."""
+        self._stream = torch.cuda.current_stream()
+        _switch(self._stream, trainers)
 
 
 def _switch(before: torch.cuda.Stream, after: torch.cuda.Stream) -> None:
+    """Make another stream of the GPU the current one; it waits for the work of the one before."""
     if after != before:
         after.wait_stream(before)
         torch.cuda.set_stream(after)
 
 
-def _set(variables: Mapping[str, str | None]) -> None:
-    """Change the process's environment; None removes a variable."""
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _keep_torch_settings() -> Iterator[None]:
-    """Restore torch's threads and precision.
-
-    On a CPU vLLM replaces `torch.set_num_threads` by a function that does nothing; on a GPU it sets one thread.
-    """
-    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    set_threads = torch.set_num_threads
-    try:
-        yield
-    finally:
-        torch.set_num_threads = set_threads
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision(precision)
+def _set_threads(set_num_threads: Callable[[int], None], threads: int) -> None:
+    """On a CPU vLLM replaces `torch.set_num_threads` by a function that does nothing; on a GPU it sets one thread."""
+    torch.set_num_threads = set_num_threads  # type: ignore[assignment]
+    if torch.get_num_threads() != threads:
+        set_num_threads(threads)
 
 
 def log_to(path: Path) -> None:

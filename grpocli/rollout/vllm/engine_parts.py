@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from grpocli.config.parts import part
-from grpocli.rollout.vllm.config import ColocateOptions, VllmOptions, check_vllm
+from grpocli.rollout.vllm.config import ColocateOptions, VllmOptions
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import Engine, EngineContext, EngineJob
@@ -17,11 +17,6 @@ class Vllm(VllmOptions):
     """A vLLM server: the run's own, or the one at `base_url` (started with `grpocli vllm-serve`)."""
 
     overlaps = constrains = True
-
-    def check_ready(self) -> None:
-        """Raise ConfigError if the run starts servers, and vLLM is not installed."""
-        if self.base_url is None:
-            check_vllm("vllm")
 
     def launch(self, job: EngineJob) -> AbstractContextManager[None]:
         from grpocli.rollout.vllm.supervisor import launch
@@ -40,14 +35,10 @@ class VllmColocate(ColocateOptions):
 
     constrains = True
 
-    def check_ready(self) -> None:
-        """Raise ConfigError if vLLM is not installed."""
-        check_vllm("vllm_colocate")
-
     def launch(self, job: EngineJob) -> AbstractContextManager[None]:
-        from grpocli.rollout.vllm.colocate import launch
-
-        return launch(self, job)
+        """Check the room before the model is loaded. Raises ConfigError."""
+        self.check_room(job)
+        return nullcontext()
 
     def connect(self, context: EngineContext) -> Engine:
         from grpocli.rollout.vllm.colocate import connect

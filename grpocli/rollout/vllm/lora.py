@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save
 
-from grpocli.errors import ConfigError, EngineError, GrpoError
+from grpocli.errors import ConfigError, EngineError
 from grpocli.models import lora as peft
 from grpocli.models.lora import WEIGHTS, adapter_tensors, lora_layers, switched_off, write_config
 from grpocli.models.quantization import whole_weight
-from grpocli.rollout.vllm.client import ADAPTER, MODEL, RequestRefused, ServerGone, call_all
+from grpocli.rollout.vllm.client import ADAPTER, MODEL, RequestRefused, call_all
 from grpocli.rollout.vllm.transports import writing_to
 from grpocli.rollout.vllm.weight_sync import WeightVerifier, mean, require_close, together, verify_version
 
@@ -45,6 +45,8 @@ LOADED = 2
 FOLDER = "adapter-"
 CANARY_ADAPTER = f"{MODEL}-canary-"
 """With the kind of its layers, the name of an adapter that is loaded as a test only; no request names it."""
+Layers = Sequence[tuple[str, Any]]
+"""Layers with an update, by name."""
 ADAPTERS = (ADAPTER, CANARY_ADAPTER)
 """Prefixes of the names of adapters that runs load."""
 
@@ -79,9 +81,8 @@ def lora_flags(rank: int, dtype: str, cpu: bool) -> dict[str, Any]:
 class AdapterSync:
     """Sends a version of the adapter and verifies it. Every process calls it; the main one sends; all fail together.
 
-    A version has a new name and a new folder. vLLM's prefix cache is keyed by both, so nothing computed with older
-    updates is reused. vLLM holds `LOADED` adapters, drops the least recently used, and reads it from its folder again
-    when a request needs it; so a folder is deleted only when no request can use it any more.
+    A version has a new name and a new folder. vLLM holds `LOADED` adapters and reads others from their folders again
+    when a request needs them; so a folder is deleted only when no request can use it any more.
     """
 
     def __init__(self, servers: list[ServerClient], context: EngineContext) -> None:
@@ -91,7 +92,7 @@ class AdapterSync:
         self.verifier, self.canary = WeightVerifier(context), context.sync.canary
 
     def __call__(self, version: int) -> dict[str, float]:
-        """Send and verify the adapter; return `sync/bytes` and the seconds of each part (a probe may not be due).
+        """Send and verify the adapter; return `sync/bytes` and the seconds of each part.
 
         Raises EngineError in every process if the adapter cannot be sent or verified. Raises ConfigError in every
         process if vLLM's implementation of the model does not support `model.lora.target_modules`.
@@ -99,11 +100,11 @@ class AdapterSync:
         if self.world.broadcast_object(self.canary and not all(server.prepared for server in self.servers)):
             self._before_change()
         used = set(self.world.gather_objects([name for server in self.servers for name in server.adapters_in_use()]))
-        name, metrics = "", dict[str, float]()
+        sent = "", dict[str, float]()
         with together(self.world):
             if self.world.is_main:
-                name, metrics = self._sync(version, used)
-        name, metrics = self.world.broadcast_object((name, metrics))
+                sent = self._sync(version, used)
+        name, metrics = self.world.broadcast_object(sent)
         for server in self.servers:
             server.model, server.prepared = name, True
         return metrics
@@ -121,17 +122,15 @@ class AdapterSync:
     def _sync(self, version: int, used: set[str]) -> tuple[str, dict[str, float]]:
         began = time.perf_counter()
         new = [server for server in self.servers if not server.prepared]
-        due = self.verifier.due(new=bool(new))
-        self._verify_base(new, version)
+        if new:
+            self._verify_base(new, version)
         if new and self.canary:
             self._send_canaries(new)
         proven = time.perf_counter()
         name, sent = self._send(version, used)
         call_all(self.servers, lambda server: verify_version(server, version))
         updated = time.perf_counter()
-        if due:
-            self._verify(self.servers, version)
-            self.verifier.passed()
+        self._verify(self.servers, version)
         return name, {
             "sync/bytes": float(sent),
             "sync/seconds/canary": proven - began,
@@ -144,42 +143,34 @@ class AdapterSync:
         start = self.verifier.score()
         for kind, layers in adapter_kinds(self.policy).items():
             for attempt in range(ATTEMPTS):
-                try:
-                    self._send_canary(servers, start, kind, layers, attempt)
+                if not (problem := self._send_canary(servers, start, kind, layers, attempt)):
                     break
-                except NotFollowed:
-                    if attempt == ATTEMPTS - 1:
-                        raise
+            else:
+                raise EngineError(problem)
 
     def _send_canary(
         self, servers: Sequence[ServerClient], start: list[float], kind: str, layers: Layers, attempt: int
-    ) -> None:
-        """Raise NotFollowed unless servers follow random updates of one kind of layer."""
+    ) -> str:
+        """Why a server does not follow random updates of one kind of layer; "" if all do."""
         with canary_adapter(self.policy, layers, lambda: mean(gaps(start, self.verifier.score())), attempt) as moved:
             if not LEAST <= moved < math.inf:
-                told = (
-                    "a canary of %s moves the trainer's own probe by %.2g nats, so it proves nothing about this model"
-                )
+                told = "a canary of %s moves the trainer's probe by %.2g nats, so it proves nothing about this model"
                 logger.warning(told, kind, moved)
-                return
+                return ""
             expected, tensors = self.verifier.score(), self._tensors()
-            for scored in call_all(servers, partial(self._score_adapter, kind=kind, tensors=tensors)):
-                require_followed(
-                    scored, expected, start, self.verifier.tolerance, f"{len(layers)} layers called {kind}"
-                )
+            scores = call_all(servers, partial(self._score_adapter, kind=kind, tensors=tensors))
+            changed = f"{len(layers)} layers called {kind}"
+            problems = [not_followed(scored, expected, start, self.verifier.tolerance, changed) for scored in scores]
+            return next(filter(None, problems), "")
 
     def _score_adapter(self, server: ServerClient, kind: str, tensors: dict[str, torch.Tensor]) -> list[float]:
         """The probe's log-probs of an adapter that is loaded for them alone."""
-        model, name = server.model, f"{CANARY_ADAPTER}{kind}"
-        self._unload(server, server.adapters(), keep={model}, prefix=CANARY_ADAPTER)  # a killed run's
+        name = f"{CANARY_ADAPTER}{kind}"
+        self._unload(server, server.adapters(), keep=set(), prefix=CANARY_ADAPTER)  # of a run that was killed or failed
         self._load_adapter(server, name, tensors)
-        try:
-            server.model = name
-            return server.score(self.verifier.token_ids)
-        finally:
-            server.model = model
-            with suppress(EngineError):  # a lost server has none; the next canary or sync unloads what is left
-                self._unload(server, server.adapters(), keep={model}, prefix=CANARY_ADAPTER)
+        scored = server.score(self.verifier.token_ids, model=name)
+        self._unload(server, server.adapters(), keep=set(), prefix=CANARY_ADAPTER)
+        return scored
 
     def _send(self, version: int, used: set[str]) -> tuple[str, int]:
         """Load a new adapter into every server; return its name and its bytes."""
@@ -205,13 +196,12 @@ class AdapterSync:
         if self.in_flight:
             yield
             return
-        try:
+        with ExitStack() as failed:
+            for server in self.servers:
+                failed.callback(server.resume)
             call_all(self.servers, lambda server: server.pause("wait"))
             yield
-        except GrpoError:
-            with suppress(EngineError):  # the error under way is the cause
-                call_all(self.servers, lambda server: server.resume())
-            raise
+            failed.pop_all()
         call_all(self.servers, lambda server: server.resume())
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -231,7 +221,12 @@ class AdapterSync:
             try:
                 server.load_adapter(name, folder)
             except RequestRefused as error:
-                raise _explain(error) from error
+                if not (
+                    found := re.search(r"expected target modules in (.*?) but received (.*?)\. Please", str(error))
+                ):
+                    raise
+                problem = f"vLLM's model takes no updates of {found[2]}; target only {found[1]}"
+                raise ConfigError(problem, key="model.lora.target_modules") from error
             stack.pop_all()
 
     def _unload(
@@ -248,22 +243,12 @@ class AdapterSync:
 
     def _verify_base(self, new: Sequence[ServerClient], version: int) -> None:
         """Raise EngineError unless new servers have the policy's base weights; each server is checked once."""
-        if not new:
-            return
         for server in new:
             server.model = MODEL
             server.abandon_update()  # a killed run may have left an update and a pause
             server.resume()
-        try:
-            with switched_off(self.policy.model):
-                self._verify(new, version)
-        except ServerGone:
-            raise
-        except EngineError as error:
-            raise EngineError(
-                "a server has another base model than the run, or a run without model.lora changed it: start it again "
-                f"with the run's model ({error})"
-            ) from error
+        with switched_off(self.policy.model):
+            self._verify(new, version)
 
     def _verify(self, servers: Sequence[ServerClient], version: int) -> None:
         """Compare the probe's log-probs; during other requests, those of tokens that the servers sample after it.
@@ -285,23 +270,7 @@ def _new_name(version: int, taken: set[str]) -> str:
     return next(name for name in names if name not in taken)
 
 
-def _explain(error: RequestRefused) -> GrpoError:
-    """vLLM's refusal of an adapter in terms of the user's keys."""
-    if found := re.search(r"expected target modules in (.*?) but received (.*?)\. Please", str(error)):
-        problem = f"vLLM's model takes no updates of {found[2]}; target only {found[1]}"
-        return ConfigError(problem, key="model.lora.target_modules")
-    return EngineError(str(error))
-
-
 # The canary
-
-
-Layers = Sequence[tuple[str, Any]]
-"""Layers with an update, by name."""
-
-
-class NotFollowed(EngineError):
-    """A server has not followed a canary."""
 
 
 def adapter_kinds(policy: PolicyView) -> dict[str, list[tuple[str, Any]]]:
@@ -348,22 +317,22 @@ def _unit(seed_text: str, layer: Any) -> torch.Tensor:
     return signs.to(b.device, b.dtype) * (size if torch.isfinite(size) and size > 0 else 1.0)
 
 
-def require_followed(
+def not_followed(
     server: Sequence[float], trainer: Sequence[float], start: Sequence[float], tolerance: float, layers: str
-) -> None:
-    """Raise NotFollowed unless the server's log-probs are near the trainer's under a canary.
+) -> str:
+    """Why the server's log-probs are not near the trainer's under a canary; "" if they are.
 
     start: the trainer's with its own adapter. layers: those that the canary changes.
     """
     difference, movement = median(gaps(server, trainer)), median(gaps(start, trainer))
     limit = min(ROUNDING * tolerance, FOLLOWED * movement)
     if difference <= limit:
-        return
+        return ""
     way = [after - before for before, after in zip(start, trainer, strict=True)]
     gone = [after - before for before, after in zip(start, server, strict=True)]
     share = sum(a * b for a, b in zip(gone, way, strict=True)) / max(sum(a * a for a in way), 1e-12)
     followed = f"{share:.0%} of the way" if math.isfinite(share) else "nowhere, its log-probs are not finite"
-    raise NotFollowed(
+    return (
         f"the vLLM server does not follow the trainer's adapter: random updates of the {layers} move the log-probs of "
         f"the trainer's probe by {movement:.3f} nats in the median; the server went {followed} and differs by "
         f"{difference:.3f} ({limit:.3g} is allowed, see sync.tolerance). Likely causes: vLLM binds the adapter to no "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 
 from grpocli.rollout.vllm.api_server import PRIVATE_FOLDER_VARIABLE
 
@@ -17,9 +18,7 @@ NAP = 5e-4  # seconds that a waiting process sleeps between checks; a token take
 
 
 def register() -> None:
-    """Register the backends "shm" and "ipc_json"; on a CPU, let waiting processes sleep and, in grpocli's own servers,
-    leave out ranks. Safe to call again.
-    """
+    """Register the backends of weights; on a CPU, let waiting processes sleep, and leave out ranks in own servers."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
     from vllm.platforms import current_platform
 
@@ -36,12 +35,11 @@ def wait_asleep() -> None:
     """Let this process sleep for `NAP` instead of spinning on vLLM's queue in shared memory. Safe to call again.
 
     vLLM spins for a second after each message. With a GPU that hides latency; on a CPU the engine core would occupy a
-    core while the worker computes, and the worker one while the trainer computes. vLLM then waits for a wake-up call;
-    to wait for it at once does not replace the sleep, because some of these calls are lost.
+    core while the worker computes, and the worker one while the trainer computes.
     """
     from vllm.distributed.device_communicators import shm_broadcast
 
-    shm_broadcast.sched_yield = _nap
+    shm_broadcast.sched_yield = partial(time.sleep, NAP)
 
 
 def leave_out_ranks() -> None:
@@ -49,7 +47,3 @@ def leave_out_ranks() -> None:
     from vllm.v1.sample import sampler
 
     sampler.batched_count_greater_than = lambda logprobs, chosen: chosen.new_zeros(len(chosen)).long()
-
-
-def _nap() -> None:
-    time.sleep(NAP)

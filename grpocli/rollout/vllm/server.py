@@ -1,7 +1,4 @@
-"""A vLLM server process: its command line, its environment, its start and its end (`serving`).
-
-The in-process engine (`colocate.py`) shares the checks of the installed vLLM and some options.
-"""
+"""A vLLM server process: its command line, its environment, its start and its end (`serving`)."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ from grpocli.text import shorten
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
-    from grpocli.rollout.vllm.config import ColocateOptions, CommonOptions, VllmOptions
+    from grpocli.rollout.vllm.config import CommonOptions, VllmOptions
 
 HF_OVERRIDES = "hf_overrides"
 """vLLM's option for entries of a model's config, among them the dtype of its output head."""
@@ -65,8 +62,6 @@ class ServerSpec:
     max_model_len: int | None = None
     """Tokens of context; None takes the model's own."""
     host: str = LOOPBACK
-    port_key: str = "engine.port"
-    """The config key of the port."""
     gpus: str | None = None
     """CUDA_VISIBLE_DEVICES for the server; None: this process's."""
 
@@ -77,9 +72,7 @@ def on_cpu() -> bool:
     return not torch.cuda.is_available()
 
 
-def common_options(
-    options: VllmOptions | ColocateOptions, job: EngineJob, model_path: str, cpu: bool
-) -> dict[str, Any]:
+def common_options(options: CommonOptions, job: EngineJob, model_path: str, cpu: bool) -> dict[str, Any]:
     """vLLM's options that a server and the in-process engine share."""
     return {
         "dtype": job.dtype,
@@ -110,7 +103,6 @@ def command(spec: ServerSpec, options: VllmOptions, cpu: bool) -> list[str]:
         "tokenizer_revision": revision,
         "load_format": "dummy" if job.dummy else None,
         "max_model_len": spec.max_model_len,
-        "speculative_config": options.speculative or None,
         "tensor_parallel_size": options.tensor_parallel,
         "data_parallel_size": None if options.data_parallel == 1 else options.data_parallel,
         "gpu_memory_utilization": None if cpu else options.memory_share(job.shares_gpus),
@@ -154,18 +146,10 @@ def caches_prefixes(model_path: str, cpu: bool) -> bool:
 
     Its cache of recurrent and convolutional states needs prompts in chunks, which are off on a CPU.
     """
-    config = model_config(model_path)
+    file = Path(model_path) / "config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
     kinds = config.get("layer_types") or config.get("text_config", {}).get("layer_types") or []
     return not cpu or all(kind.endswith("_attention") and not kind.startswith("linear") for kind in kinds)
-
-
-def model_config(model_path: str) -> dict[str, Any]:
-    """The model's config.json; empty if this machine has none."""
-    try:
-        config: dict[str, Any] = json.loads((Path(model_path) / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return config
 
 
 def max_num_seqs_option(max_num_seqs: int, cpu: bool) -> int | None:
@@ -182,7 +166,7 @@ def max_num_seqs_option(max_num_seqs: int, cpu: bool) -> int | None:
 def environment(
     key: str, shm_dir: Path, own: Path, options: VllmOptions, transport: str = "shm", lora: bool = False
 ) -> dict[str, str]:
-    """The server's environment: this process's, without unsafe and confusing variables. own: its private folder."""
+    """This process's environment, without unsafe and confusing variables. own: the server's private folder."""
     env = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER_VARIABLES, *UNSAFE_VARIABLES)}
     if plugins := env.get("VLLM_PLUGINS"):
         env["VLLM_PLUGINS"] = f"{plugins},grpocli"
@@ -219,13 +203,13 @@ def serving(
     """A healthy server while the block runs; its processes and files are removed afterwards.
 
     stop_event: once set, a start under way raises EngineError. remove: further files to remove with the server, even if
-    this process is killed. progress: called during the start.
-    Raises ConfigError for a busy port or a refused option, EngineError with the log's cause if the start fails.
+    this process is killed. progress: gets the log's last line during the start, which may fail as `wait_healthy` does.
     """
-    check_port(spec.host, spec.port, spec.port_key)
     cpu, key = on_cpu(), secrets.token_urlsafe(32)
     words = command(spec, options, cpu)  # may raise, so before any folder is made
-    shm_dir = _sync_folder(spec.job.sync_folder) if spec.job.sync_folder else None
+    shm_dir = Path(spec.job.sync_folder).expanduser().absolute() if spec.job.sync_folder else None
+    if shm_dir:
+        shm_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     log_from = log.stat().st_size if log.exists() else 0
     with private_folder() as own:
         env = environment(key, shm_dir or own.path, own.path, options, spec.job.transport, lora=spec.job.lora_rank > 0)
@@ -241,16 +225,6 @@ def serving(
             yield endpoint, process
 
 
-def _sync_folder(name: str) -> Path:
-    """Make the user's folder for weights. Raises ConfigError if it cannot be made."""
-    folder = Path(name).expanduser().absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise ConfigError(f"cannot be made: {error.strerror}", key="sync.folder", value=name) from error
-    return folder
-
-
 def wait_healthy(
     process: Guarded,
     endpoint: Endpoint,
@@ -259,10 +233,9 @@ def wait_healthy(
     stop_event: threading.Event | None = None,
     progress: Progress = unreported,
 ) -> None:
-    """Wait until the server answers and accepts the key (another server on its port would not).
+    """Wait until the server answers and accepts the key, which another server on its port would not.
 
-    progress: gets the last line of the log. Raises EngineError after `timeout` seconds or if the process ends first,
-    ConfigError if vLLM refuses an option.
+    Raises EngineError after `timeout` seconds or if the process ends first, ConfigError if vLLM refuses an option.
     """
     deadline = time.monotonic() + timeout
     headers = {"Authorization": f"Bearer {endpoint.api_key}"}
@@ -298,8 +271,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def check_port(host: str, port: int, key: str) -> None:
-    """Raise ConfigError that names `key` if the port is taken or the host is not an address of this machine."""
+def check_port(host: str, port: int) -> None:
+    """Raise ConfigError if the port is taken or the host is not an address of this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -307,4 +280,4 @@ def check_port(host: str, port: int, key: str) -> None:
             probe.bind((host, port))
         except OSError as error:
             problem = f"cannot listen there on {host} ({error.strerror}): choose another port"
-            raise ConfigError(problem, key=key, value=port) from error
+            raise ConfigError(problem, key="port", value=port) from error

@@ -11,8 +11,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -117,14 +115,11 @@ def serve_file(port: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class PrivateFolder:
-    """A folder for a server's weights and sockets, removed by its owner, its guard, or the next start on this machine.
-
-    lock: the descriptor of a locked file in it. The folder is in use as long as any process holds the lock; a process
-    id would not do, because containers share /dev/shm.
-    """
+    """A folder for a server's weights and sockets, removed by its owner, its guard, or the next start here."""
 
     path: Path
     lock: int
+    """A file in it, locked while the folder is in use. A pid would not do: containers share /dev/shm."""
 
 
 @contextlib.contextmanager
@@ -210,26 +205,3 @@ def failure_cause(log: Path, since: int = 0) -> str:
     if "validation error" in cause:
         cause = " ".join(" ".join([cause, *lines[at + 1 : at + 1 + DETAILS]]).split())
     return re.sub(r"\w+: Worker failed with error '(.*)', please check.*", r"\1", cause)[:400]
-
-
-@contextlib.contextmanager
-def fresh_log(log: Path) -> Iterator[None]:
-    """A new log for the block, removed at its end, but kept after an error."""
-    log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    log.unlink(missing_ok=True)  # a killed or failed server may have left one
-    log.touch(mode=0o600)
-    try:
-        yield
-    finally:
-        if not isinstance(sys.exception(), Exception):  # Ctrl-C is none
-            log.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def printed_log(log: Path) -> Iterator[None]:
-    """Print a growing log to stdout until the block ends."""
-    with subprocess.Popen(["tail", "-n", "+1", "-f", str(log)]) as tail:
-        try:
-            yield
-        finally:
-            tail.terminate()

@@ -2,7 +2,7 @@
 
 The process that launched the run starts its servers, or checks those at `engine.base_url` (`launch`), and supervises
 its own (`SupervisedServer`). Rollout nodes serve on other machines (`grpocli.launch.rollout_node`). Trainer processes
-wait for a lost server (`Reconnector`). All communicate through files in the run folder (`server_files.py`).
+wait for a lost server (`reconnect`). All communicate through files in the run folder (`server_files.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import shutil
 import socket
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed, wait
 from contextlib import AbstractContextManager
@@ -57,7 +56,7 @@ OUTLIVE = 15.0  # seconds after this process's death within which servers and tr
 GRACE = 2.0  # seconds that a lost server has to exit
 ARRIVE = 300.0  # seconds within which all machines of a job begin
 
-StartServer = Callable[[int], AbstractContextManager[tuple[Endpoint, "Guarded"]]]
+StartServer = Callable[[], AbstractContextManager[tuple[Endpoint, "Guarded"]]]
 Lost = Mapping[int, tuple[Endpoint, str]]
 """The former endpoint of each lost server, by number, and the reason why it is lost."""
 
@@ -96,7 +95,7 @@ def own_servers(
         job = replace(job, sync_folder=folder)
         servers = []
         for i, gpus in enumerate(gpu_slices(options, job.gpus)):
-            start = partial(_started, options, job, i, gpus, stop_event, host)
+            start = partial(_serving, options, job, i, gpus, stop_event, host)
             servers.append(SupervisedServer(first + i, job.run_dir, start, stop_event, options.max_restarts))
         stack.callback(_stop, servers, stop_event)
         for done in as_completed([server.begin() for server in servers]):
@@ -107,9 +106,8 @@ def own_servers(
 def _stop(servers: Sequence[SupervisedServer], stop_event: threading.Event) -> None:
     """End the servers, and starts under way."""
     stop_event.set()
-    futures = [run_in_thread(server.stop, server.name) for server in servers]
-    wait(futures)
-    for stopped in futures:
+    stopping = [run_in_thread(server.stop, server.name) for server in servers]
+    for stopped in wait(stopping).done:
         stopped.result()
 
 
@@ -126,28 +124,19 @@ def _weights_folder() -> Iterator[Path]:
         yield folder.path
 
 
-@contextlib.contextmanager
-def _started(
-    options: VllmOptions,
-    job: EngineJob,
-    index: int,
-    gpus: str | None,
-    stop_event: threading.Event,
-    host: str,
-    restarts: int,
-) -> Iterator[tuple[Endpoint, Guarded]]:
+def _serving(
+    options: VllmOptions, job: EngineJob, index: int, gpus: str | None, stop_event: threading.Event, host: str
+) -> AbstractContextManager[tuple[Endpoint, Guarded]]:
     """Server number `index` of this machine, while the block runs.
 
-    A restart takes a new port, so that requests to the dead server cannot reach one with other weights.
+    Each has a new port, so that requests to a dead server cannot reach one with other weights.
     """
     options.check_room(job)
     room = options.max_model_len or max(job.max_tokens, PROBE_ROOM)
-    port = options.port + index if options.port and not restarts else free_port()
     machine = "" if host == LOOPBACK else f"{host}_"
     log = job.run_dir.absolute() / "logs" / f"vllm_{machine}{index}.log"
     progress = unreported if index else job.progress  # the first server's progress is shown
-    with serving(ServerSpec(job, port, room, host, gpus=gpus), options, log, stop_event, progress=progress) as server:
-        yield server
+    return serving(ServerSpec(job, free_port(), room, host, gpus), options, log, stop_event, progress=progress)
 
 
 def gpu_slices(options: VllmOptions, gpus: Sequence[str]) -> list[str | None]:
@@ -171,11 +160,12 @@ def servers_on_rollout_nodes(options: VllmOptions, job: EngineJob) -> Iterator[N
             if error := _reported_failure(job.run_dir):
                 raise error
             if time.monotonic() > deadline:
-                raise EngineError(
-                    f"{len(run_files(job.run_dir))} of {wanted} vLLM servers on {job.nodes} machines answer after "
-                    f"{options.start_timeout + ARRIVE:g} s (engine.start_timeout={options.start_timeout}); see "
-                    f"{job.run_dir / 'logs'}/vllm_N.log"
+                count, waited = (
+                    len(run_files(job.run_dir)),
+                    f"{options.start_timeout + ARRIVE:g} s (engine.start_timeout)",
                 )
+                problem = f"{count} of {wanted} vLLM servers on {job.nodes} machines answer after {waited}"
+                raise EngineError(f"{problem}; see {job.run_dir / 'logs'}/vllm_N.log")
             time.sleep(POLL)
         yield
     finally:
@@ -211,7 +201,7 @@ class SupervisedServer:
     def __init__(
         self, index: int, run_dir: Path, start_server: StartServer, stop_event: threading.Event, max_restarts: int
     ) -> None:
-        """start_server: starts a server as a context; its argument is `attempts`. stop_event: set when the run ends."""
+        """start_server: starts a server as a context. stop_event: set when the run ends."""
         self.index, self.run_dir, self.stop_event, self.max_restarts = index, run_dir, stop_event, max_restarts
         self.name = f"vLLM server {index}"
         self._start_server = start_server
@@ -227,7 +217,7 @@ class SupervisedServer:
 
     def start(self) -> None:
         """Return when the server is healthy and its endpoint file written. Raises ConfigError or EngineError."""
-        self.endpoint, self.process = self._running.enter_context(self._start_server(self.attempts))
+        self.endpoint, self.process = self._running.enter_context(self._start_server())
         self.endpoint = replace(self.endpoint, generation=self.attempts)
         self.endpoint.save(run_file(self.run_dir, self.index))
 
@@ -277,71 +267,41 @@ class SupervisedServer:
         return False
 
 
-class Reconnector(ABC):
-    """Finds lost servers again. Made in every trainer process, called in the main one."""
+def reconnect(options: VllmOptions, job: EngineJob, stopping: Callable[[], bool], lost: Lost) -> list[Endpoint]:
+    """The new endpoints of the lost servers, in order, within one deadline: other processes wait in a collective.
 
-    def __init__(self, options: VllmOptions, job: EngineJob, stopping: Callable[[], bool]) -> None:
-        self.options, self.job, self.stopping = options, job, stopping
-
-    @property
-    def waits(self) -> dict[str, int]:
-        """{config key: seconds}; the longest counts."""
-        return self.options.waits
-
-    def wait(self, lost: Lost) -> list[Endpoint]:
-        """The new endpoints of the lost servers, in order, within one deadline: other processes wait in a collective.
-
-        Raises EngineGone at the deadline, if no server will come, or if the run is asked to stop.
-        """
-        deadline = time.monotonic() + max(self.waits.values())
-        return [self._wait(index, former, reason, deadline) for index, (former, reason) in lost.items()]
-
-    def _wait(self, index: int, former: Endpoint, reason: str, deadline: float) -> Endpoint:
-        while not self.stopping():
-            found = self.look(index, former, reason)
-            if isinstance(found, Endpoint):
-                return found
+    Raises EngineGone at the deadline, if no server will come, or if the run is asked to stop.
+    """
+    look = _own_server if options.base_url is None else _server_at_url
+    for index, (former, reason) in lost.items() if options.base_url is None else ():
+        write_atomic(lost_file(job.run_dir, index), f"{former.generation} {reason}")
+    ((key, seconds),) = options.waits.items()
+    deadline, found = time.monotonic() + seconds, list[Endpoint]()
+    for index, (former, reason) in lost.items():
+        while isinstance(problem := look(options, job, index, former), str):
+            if stopping():
+                raise EngineGone(f"{reason}; the run was asked to stop, so it does not wait for another server")
             if time.monotonic() > deadline:
-                waited = " or ".join(f"{seconds} s ({key})" for key, seconds in self.waits.items())
-                raise EngineGone(f"{reason}; no server came in its place within {waited}{found}")
+                raise EngineGone(f"{reason}; no server came in its place within {seconds} s ({key}){problem}")
             time.sleep(POLL)
-        raise EngineGone(f"{reason}; the run was asked to stop, so it does not wait for another server")
-
-    @abstractmethod
-    def look(self, index: int, former: Endpoint, reason: str) -> Endpoint | str:
-        """The endpoint of server number `index`, or why it is not there yet, to append to a sentence.
-
-        former, reason: see `Lost`. Raises EngineGone if no server will come.
-        """
+        found.append(problem)
+    return found
 
 
-class OwnServers(Reconnector):
-    """Waits for the run's own servers, which `SupervisedServer` starts again at a new address."""
-
-    def wait(self, lost: Lost) -> list[Endpoint]:
-        for index, (former, reason) in lost.items():
-            write_atomic(lost_file(self.job.run_dir, index), f"{former.generation} {reason}")
-        return super().wait(lost)
-
-    def look(self, index: int, former: Endpoint, reason: str) -> Endpoint | str:
-        try:
-            endpoint = Endpoint.load(run_file(self.job.run_dir, index))
-        except FileNotFoundError as error:
-            raise EngineGone(f"{reason}; the run is being ended, so no other server is started") from error
-        if endpoint.gone:
-            raise EngineGone(endpoint.gone)
-        return endpoint if endpoint.generation > former.generation else ""
+def _own_server(options: VllmOptions, job: EngineJob, index: int, former: Endpoint) -> Endpoint | str:
+    """The server that `SupervisedServer` has started in place of `former`, at a new address; "" before."""
+    try:
+        endpoint = Endpoint.load(run_file(job.run_dir, index))
+    except FileNotFoundError as error:
+        raise EngineGone("the run is being ended, so no other vLLM server is started") from error
+    if endpoint.gone:
+        raise EngineGone(endpoint.gone)
+    return endpoint if endpoint.generation > former.generation else ""
 
 
-class ExternalServers(Reconnector):
-    """Waits for servers at `engine.base_url`, which may come back with another key and other weights."""
-
-    @property
-    def waits(self) -> dict[str, int]:
-        return {"engine.reconnect_timeout": self.options.reconnect_timeout}
-
-    def look(self, index: int, former: Endpoint, reason: str) -> Endpoint | str:
-        try:
-            return external_server(self.options, self.options.urls[index], self.job)
-        except (ConfigError, EngineError) as error:
-            return f": {error}"
+def _server_at_url(options: VllmOptions, job: EngineJob, index: int, former: Endpoint) -> Endpoint | str:
+    """The server at `engine.base_url`, which may be back with another key and other weights, or why it is not."""
+    try:
+        return external_server(options, options.urls[index], job)
+    except (ConfigError, EngineError) as error:
+        return f": {error}"

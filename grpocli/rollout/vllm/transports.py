@@ -1,12 +1,10 @@
 """The trainer's transports of weights, and the server's side of shm that needs no vLLM.
 
-sync=shm: safetensors files that trainer and servers map, in shared memory or in a shared folder. `ShmTransport` and
-`BucketFile` are the trainer's side, `MappedFiles` is the server's, which `weight_transfer.py` uses.
+sync=shm: safetensors files that trainer and servers map, in shared memory or in a shared folder. `MappedFiles` is the
+server's side, which `weight_transfer.py` uses.
 
-sync=nccl and sync=ipc: vLLM's own trainer engines, which call our servers through `TransferClient`. They import vLLM,
-which is slow: `import_engines` does so early. sync=ipc has run on one H100, sync=nccl on no GPU yet; the tests cover
-the calls to the servers. CUDA IPC handles travel as JSON instead of a pickle: `encode_handles` in the trainer,
-`decode_handles` in `weight_transfer.py`.
+sync=nccl and sync=ipc: vLLM's own trainer engines, which call our servers through `TransferClient`. sync=ipc has run on
+one H100, sync=nccl on no GPU yet. CUDA IPC handles travel as JSON instead of a pickle.
 """
 
 from __future__ import annotations
@@ -53,9 +51,8 @@ Files = dict[Path, "BucketFile"]
 class ShmTransport:
     """Writes each bucket while the servers load the one before; servers with a common folder share its files.
 
-    In shared memory two files are made once and rewritten in place, because faulting in new pages costs more than the
-    copy. Their names are removed once the servers have mapped them, so nothing can be left behind. On a disk or a
-    network file system one machine need not see writes into another's mapping, so there every bucket is a new file.
+    In shared memory two files are rewritten in place, because new pages cost more than the copy; their names go once
+    they are mapped. Elsewhere one machine need not see writes into another's mapping, so every bucket is a new file.
     """
 
     collective = False
@@ -144,13 +141,12 @@ def _load(files: Files, servers: Sequence[ServerClient], keep: bool) -> None:
 
 
 class BucketFile:
-    """A new file (mode 0600) that the trainer maps once and writes one bucket after another into.
+    """A new file (mode 0600) of `size` bytes that the trainer maps once and writes one bucket after another into.
 
     Its space is reserved first, so a full memory file system raises EngineError here instead of a crash on a write.
     """
 
     def __init__(self, path: Path, size: int) -> None:
-        """size: bytes, header included (`file_size`); a smaller bucket leaves bytes at the end."""
         self.path = path
         private = partial(os.open, mode=0o600)
         with writing_to(path.parent), open(path, "x+b", opener=private) as file:
@@ -176,7 +172,6 @@ class BucketFile:
             self._memory.flush()
 
     def copy(self, other: BucketFile) -> None:
-        """Copy the bytes of a file of the same size."""
         self._memory[:] = memoryview(other._memory)
 
 
@@ -215,9 +210,8 @@ class MappedFiles:
         self._maps: dict[str, mmap.mmap] = {}
 
     def tensors(self, name: str, folder: Path, keep: bool) -> list[tuple[str, torch.Tensor]]:
-        """Names and views into the file called `name` in `folder`.
+        """Names and views into the file called `name` in `folder`. keep: later syncs rewrite it, so it stays mapped.
 
-        keep: the file stays mapped, because later syncs rewrite it.
         Raises ValueError for anything but a plain file of weights there.
         """
         memory = self._maps.get(name) if isinstance(name, str) else None
@@ -242,11 +236,6 @@ def _views(memory: mmap.mmap) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, flat.view(shape)
 
 
-def weights_folder() -> Path:
-    """The folder that this server reads weights from."""
-    return Path(os.environ[WEIGHTS_FOLDER_VARIABLE]).resolve()
-
-
 def checked_path(name: str, folder: Path) -> Path:
     """The file called `name` in `folder`. Raises ValueError for a path, a link, or anything but a file."""
     plain = isinstance(name, str) and Path(name).name == name
@@ -268,40 +257,21 @@ def import_engines() -> None:
     import vllm.distributed.weight_transfer.nccl_engine  # noqa: F401
 
 
-class Metadata(list[Any]):
-    """A list that vLLM 0.33 reads as `source.metadata`, and 0.32 as `source.metadata()`."""
-
-    def __call__(self) -> Metadata:
-        return self
-
-
 class WeightSource:
-    """vLLM's `WeightSource` over the stream of one sync, cast to the server's dtype; every rank has all weights.
-
-    vLLM 0.32 iterates it, 0.33 `iter_full()`.
-    """
+    """vLLM's `WeightSource` over the stream of one sync, cast to the server's dtype; every rank has all weights."""
 
     def __init__(self, weights: PolicyWeights) -> None:
         self.weights = weights
         self.stream: Stream = iter(())
 
-    @property
-    def metadata(self) -> Metadata:
+    def metadata(self) -> list[Any]:
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        return Metadata(ParamMeta(name, self.weights.dtype, shape) for name, shape in self.weights.shapes())
+        return [ParamMeta(name, self.weights.dtype, shape) for name, shape in self.weights.shapes()]
 
-    def owned_names(self, rank: int) -> list[str]:
-        return [name for name, _ in self.weights.shapes()]
-
-    def implements_iter_full(self) -> bool:
-        return True
-
-    def iter_full(self) -> Stream:
+    def __iter__(self) -> Stream:
         for name, tensor in self.stream:
             yield name, tensor.to(self.weights.dtype)
-
-    __iter__ = iter_full
 
 
 class TransferClient:
@@ -325,15 +295,15 @@ class TransferClient:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Make one group of the workers of all servers, with ranks in the order of the servers."""
+        offset, sizes = init_info.get("rank_offset"), dict[int, int]()
+        self._each(lambda server: sizes.update({id(server): server.world_size()}))
 
-        def init() -> None:
-            infos, offset = dict[int, dict[str, Any]](), init_info.get("rank_offset", 0)
-            for server in self.servers:
-                infos[id(server)] = {**init_info, "rank_offset": offset} if "rank_offset" in init_info else init_info
-                offset += server.world_size()
-            call_all(self.servers, lambda server: server.init_transfer(infos[id(server)]))
+        def init(server: ServerClient) -> None:
+            before = self.servers[: self.servers.index(server)]
+            own = {} if offset is None else {"rank_offset": offset + sum(sizes[id(one)] for one in before)}
+            server.init_transfer({**init_info, **own})
 
-        self._try(init)
+        self._each(init)
 
     def start_weight_update(self) -> None:
         self._each(lambda server: server.start_update())
@@ -348,22 +318,15 @@ class TransferClient:
         self._each(lambda server: server.finish_update(self.version))
 
     def _each(self, call: Callable[[ServerClient], None]) -> None:
-        self._try(lambda: call_all(self.servers, call))
-
-    def _try(self, call: Callable[[], Any]) -> None:
-        if self.failure:
-            return
-        try:
-            call()
-        except EngineError as error:
-            self.failure = error
+        if not self.failure:
+            try:
+                call_all(self.servers, call)
+            except EngineError as error:
+                self.failure = error
 
 
 def packing(bucket_bytes: int) -> dict[str, Any]:
-    """vLLM's settings for packed tensors, which trainer and servers must share.
-
-    One buffer: with several, vLLM's loader may still read a buffer that is being refilled.
-    """
+    """vLLM's settings for packed tensors on both sides. With several buffers its loader may read one being refilled."""
     return {"packed": True, "packed_buffer_size_bytes": bucket_bytes, "packed_num_buffers": 1}
 
 

@@ -30,10 +30,8 @@ PROBE_ROOM = 2 * PROBE_TOKENS
 TOLERANCE = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.25}
 """Nats by which the probe's log-probs may differ on average; any single one by `WORST` times as much.
 
-Measured, mean and worst: float32 3e-6 and 1e-5 (a tiny model). bfloat16 0.10 and 0.60 (SmolLM2-135M, the trainer
-under autocast with float32 weights; the probe's tokens are improbable, -15 nats, where rounding is coarsest), float16
-0.013 and 0.12 (the same). So in bfloat16 the probe finds wrong and missing tensors only if they move log-probs by more
-than 0.25 nats on average, in float16 by 0.03.
+Measured, mean and worst: float32 3e-6 and 1e-5 (a tiny model); bfloat16 0.10 and 0.60, float16 0.013 and 0.12
+(SmolLM2-135M under autocast; the probe's tokens are improbable, -15 nats, where rounding is coarsest).
 """
 FLOAT32_ON_GPU = 2e-2
 """vLLM's attention in float32 multiplies in TF32, to about 1e-3. Not measured yet."""
@@ -73,9 +71,8 @@ class PolicyWeights:
     def _renamed(self) -> bool:
         """Whether vLLM knows this model's weights only as they are in a file.
 
-        transformers loads some models into modules of other names (Mixtral, Granite 4). Where it only stacks the
-        experts of a layer, vLLM takes the stack, which is one tensor instead of hundreds; where it takes a language
-        model out of one with images, vLLM does so too.
+        transformers loads some models into modules of other names (Mixtral, Granite 4). Where it only stacks experts,
+        or takes a language model out of one with images, vLLM does so too.
         """
         from transformers import PreTrainedModel
 
@@ -92,10 +89,7 @@ class PolicyWeights:
 
     def _as_known(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """A weight under the names by which vLLM knows it."""
-        if self._renamed:
-            yield from _as_saved(self.policy.model, name, tensor)
-        else:
-            yield name, tensor
+        return _as_saved(self.policy.model, name, tensor) if self._renamed else iter([(name, tensor)])
 
     @property
     def sharded(self) -> bool:
@@ -178,10 +172,8 @@ class WeightSync:
     """Sends a version of the weights and verifies it. Every process calls it; the main one sends; all fail together.
 
     Running requests finish first. With `context.in_flight` they are frozen and resumed instead: vLLM then recomputes
-    their keys and values with the new weights before it samples their next token.
-
-    After a failed transfer servers may hold a mixture of weights. They hold their requests until a sync succeeds or
-    `release`.
+    their keys and values with the new weights. After a failed transfer servers may have a mixture of weights, so they
+    hold their requests until a sync succeeds or `release`.
     """
 
     def __init__(self, servers: list[ServerClient], context: EngineContext, transport: Transport) -> None:
@@ -191,18 +183,14 @@ class WeightSync:
         self.verifier = WeightVerifier(context)
 
     def __call__(self, version: int) -> dict[str, float]:
-        """Send and verify the weights; return `sync/bytes` and the seconds of each part (a probe may not be due).
+        """Send and verify the weights; return `sync/bytes` and the seconds of each part.
 
         Raises EngineError in every process if the weights cannot be sent or verified.
         """
         began = time.perf_counter()
-        due = self.verifier.due(new=not all(server.prepared for server in self.servers))
-        due = self.world.broadcast_object(due)
         self._send(version)
         updated = time.perf_counter()
-        if due:
-            self._verify(version)
-            self.verifier.passed()
+        self._verify(version)
         return {
             "sync/bytes": float(self.weights.bytes()),
             "sync/seconds/update": updated - began,
@@ -227,10 +215,7 @@ class WeightSync:
             stack.pop_all()
 
     def _verify(self, version: int) -> None:
-        """Raise EngineError in every process unless the servers have the weights. Collective.
-
-        Called after the resume, since the probe is a request. Other processes score sharded weights too.
-        """
+        """Raise EngineError in every process unless the servers have the weights. Collective, after the resume."""
         with together(self.world):
             if self.world.is_main:
                 self.verifier.verify(self.servers, version, first=self.pause_mode == "keep")
@@ -266,21 +251,7 @@ class WeightVerifier:
         self.policy, sync = context.policy, context.sync
         self.token_ids = probe_prompt(int(self.policy.model.config.get_text_config().vocab_size))
         trains_on_gpu = next(self.policy.model.parameters()).device.type == "cuda"
-        usual = tolerance(context.job, gpu=trains_on_gpu or bool(context.job.gpus))
-        self.tolerance = usual if sync.tolerance is None else sync.tolerance
-        self._every, self._left = sync.verify_every, 0
-
-    def due(self, new: bool = False) -> bool:
-        """Whether to verify this sync: the first, then every `sync.verify_every`th, and one with a new server.
-
-        Call it once for each attempt. A due sync that fails leaves the next attempt due; `passed` ends that.
-        """
-        self._left = 0 if new else max(0, self._left - 1)
-        return self._left == 0
-
-    def passed(self) -> None:
-        """Count from this sync, which was due and is verified, to the next one that is due."""
-        self._left = self._every
+        self.tolerance = sync.tolerance or tolerance(context.job, gpu=trains_on_gpu or bool(context.job.gpus))
 
     def score(self) -> list[float]:
         """The policy's log-probs of the probe. Collective if its weights are sharded."""

@@ -7,9 +7,11 @@ trainer's process for `engine=vllm_colocate`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
 
-from grpocli.rollout.vllm.transports import MappedFiles, decode_handles, weights_folder
+from grpocli.rollout.vllm.transports import WEIGHTS_FOLDER_VARIABLE, MappedFiles, decode_handles
 
 
 @dataclass
@@ -88,7 +90,8 @@ class ShmWeightTransfer(LoaderWeightTransfer):
         """Load a file, which may hold only a part of the model."""
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
-        weights = self.files.tensors(update_info.file, weights_folder(), update_info.keep)
+        folder = Path(os.environ[WEIGHTS_FOLDER_VARIABLE]).resolve()
+        weights = self.files.tensors(update_info.file, folder, update_info.keep)
         with disable_mtp_completeness_check(), without_packing_embeddings(self.model):
             self.model.load_weights(iter(weights))
         keep_waiting_weights(self.model)
@@ -175,10 +178,7 @@ class InProcessUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class InProcessWeightTransfer(LoaderWeightTransfer):
-    """engine=vllm_colocate: takes the trainer's tensors themselves.
-
-    vLLM's loader copies each tensor; at most one layer's tensors wait together.
-    """
+    """engine=vllm_colocate: takes the trainer's tensors themselves, which vLLM's loader copies."""
 
     init_info_cls = NoInit
     update_info_cls = InProcessUpdate

@@ -241,7 +241,7 @@ def test_advice_names_keys_and_choices_that_exist() -> None:
     advices = [text["advice"] for text in texts().values()]
     words = {word.rstrip(".,") for advice in advices for word in advice.split()}
     named = {word for word in words if "." in word or "/" in word or "=" in word}
-    assert {"optim.lr", "algorithm/keep=dynamic", "sync.verify_every", "model.dtype=float32"} <= named
+    assert {"optim.lr", "algorithm/keep=dynamic", "sync=nccl", "model.dtype=float32"} <= named
     for word in named:
         group, _, choice = word.partition("=")
         assert group in keys or (conf / group / f"{choice}.yaml").is_file(), word
