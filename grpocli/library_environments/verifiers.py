@@ -5,8 +5,7 @@ in the worker process, on the loopback interface, which hands each request to th
 prompts, tools, rewards and stops are the library's, and the tokens and their mask are the trainer's.
 
 The library starts a process for each toolset, for a task's own one in each episode; that takes seconds. A toolset is a
-class of Python functions, so its functions are called here, through the library's own registration of them. Servers of
-MCP start as the library starts them.
+class of Python functions, so its functions are called here, through the library's own registration of them.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from omegaconf import MISSING
 from grpocli.config.parts import UserCode, part, require
 from grpocli.config.user_code import no_such_file, raised
 from grpocli.environments.environment import STEP_SHARE, EnvironmentConfig, Step
-from grpocli.environments.tools import UNKNOWN, Schema, answer_to, call_in_worker, calls_in, refusal
+from grpocli.environments.tools import UNKNOWN, Schema, answer_to, call_in_worker, calls_in, encodable, refusal
 from grpocli.errors import ConfigError
 from grpocli.library_environments.library_task import BackgroundLoop, LibraryTask
 from grpocli.tasks.task import Example
@@ -329,22 +328,16 @@ class EpisodeTools:
 
     @classmethod
     async def open(
-        cls,
-        trace: Trace,
-        own: Sequence[Toolset[Any, Any]],
-        shared: Sequence[Toolset[Any, Any]],
-        urls: Mapping[str, str],
+        cls, trace: Trace, own: Sequence[Toolset[Any, Any]], shared: Sequence[Toolset[Any, Any]]
     ) -> EpisodeTools:
-        """own: toolsets of the episode, not yet set up; shared: those of all episodes; urls: servers of MCP."""
+        """own: toolsets of the episode, not yet set up; shared: those of all episodes."""
         tools = cls(trace)
         _TRACE.set(trace)
         for toolset in own:
             await set_up(toolset, tools.stack)
             await toolset.setup_task(trace.task.data)
         for toolset in [*shared, *own]:
-            await tools._add_toolset(toolset)
-        if urls:
-            await tools._add_servers(urls)
+            await tools._add(toolset)
         return tools
 
     async def call(self, call: Mapping[str, Any]) -> Message:
@@ -359,57 +352,42 @@ class EpisodeTools:
             content, failed = mcp_content_to_chat_content(result.content), bool(result.is_error)
         except Exception as error:  # noqa: BLE001 - becomes the result, as in the library's server
             content, failed = str(error), True
-        if isinstance(content, str):
-            content = content.encode(errors="replace").decode()
-        return answer_to(call, self.functions, content, failed)
+        return answer_to(call, self.functions, encodable(content) if isinstance(content, str) else content, failed)
 
-    async def _add_toolset(self, toolset: Toolset[Any, Any]) -> None:
+    async def _add(self, toolset: Toolset[Any, Any]) -> None:
         from mcp.server.mcpserver import MCPServer
 
         server = MCPServer(toolset.server_name or type(toolset).__name__)
         toolset.register(server)
         for tool in await server.list_tools():
             name = f"{toolset.server_name}_{tool.name}" if toolset.server_name else tool.name
-            if name in self.functions:
-                raise ValueError(f"two tools have the name {name}: give a toolset another TOOL_PREFIX")
             shown = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
             self.schemas.append({"type": "function", "function": shown})
             self.functions[name] = partial(server.call_tool, tool.name)
 
-    async def _add_servers(self, urls: Mapping[str, str]) -> None:
-        from verifiers.v1.harnesses.utils.mcp import connect_mcp
-
-        config = {"mcpServers": {name: {"url": url} for name, url in urls.items()}}
-        schemas, places, servers = await connect_mcp(config, self.stack, set(self.functions))
-        self.schemas += schemas
-        for name, (server, raw) in places.items():
-            self.functions[name] = partial(_call_server, servers[server], raw)
-
-
-async def _call_server(server: Any, name: str, arguments: dict[str, Any]) -> Any:
-    return await server.run(lambda client: client.call_tool(name, arguments))
-
 
 def take_over(owner: Any) -> list[Toolset[Any, Any]]:
-    """The toolsets of a task or a taskset that run in this process; the library no longer starts these."""
-    here = [toolset for toolset in owner.toolsets(owner.config) if _runs_here(toolset)]
-    declared = type(owner).toolsets
-    owner.toolsets = lambda config: [toolset for toolset in declared(config) if not _runs_here(toolset)]
-    for toolset in here:
+    """The toolsets of a task or a taskset, which run in this process; the library no longer starts them.
+
+    Raises ValueError for one that is elsewhere.
+    """
+    from verifiers.v1 import SubprocessConfig
+
+    toolsets: list[Toolset[Any, Any]] = owner.toolsets(owner.config)
+    for toolset in toolsets:
+        if toolset.config.url or not isinstance(toolset.config.runtime, SubprocessConfig):
+            raise ValueError(
+                f"the toolset {type(toolset).__name__} has a url or a container; tools run here"
+            )
         _share_state(toolset)
-    return here
+    owner.toolsets = lambda config: []
+    return toolsets
 
 
 async def set_up(toolset: Toolset[Any, Any], stack: AsyncExitStack) -> None:
     """Set up a toolset; what it opens is closed with the stack."""
     await stack.enter_async_context(toolset._exit_stack)
     await toolset.setup()
-
-
-def _runs_here(toolset: Toolset[Any, Any]) -> bool:
-    from verifiers.v1 import SubprocessConfig
-
-    return not toolset.config.url and isinstance(toolset.config.runtime, SubprocessConfig)
 
 
 def _share_state(toolset: Toolset[Any, Any]) -> None:
@@ -442,9 +420,9 @@ class RunningEpisode:
     """An episode of the library."""
 
     toolsets: list[Toolset[Any, Any]]
-    """Its own ones that run in this process."""
+    """Its own ones."""
     shared_toolsets: list[Toolset[Any, Any]]
-    """Those of all episodes that run in this process."""
+    """Those of all episodes."""
     client: httpx.AsyncClient
     """Sends the library's requests; all episodes of a loop share it."""
     work: asyncio.Task[Episode] = field(init=False)
@@ -598,7 +576,7 @@ def _register_harness() -> None:
             data: vf.TaskData,
         ) -> vf.ProgramResult:
             """Turns of the model until one calls no tool; the answers to it come through the library's `resume`."""
-            messages, tools = messages_of(data), await self._tools(trace, mcp_urls)
+            messages, tools = messages_of(data), await self._tools(trace)
             shown = {"tools": tools.schemas} if tools.schemas else {}
             while True:
                 answer = await RUNNING[trace.id].client.post(
@@ -621,10 +599,10 @@ def _register_harness() -> None:
             if (episode := RUNNING.get(trace.id)) and episode.tools:
                 await episode.tools.stack.aclose()
 
-        async def _tools(self, trace: vf.Trace, mcp_urls: dict[str, str]) -> EpisodeTools:
+        async def _tools(self, trace: vf.Trace) -> EpisodeTools:
             episode = RUNNING[trace.id]
             if episode.tools is None:
-                episode.tools = await EpisodeTools.open(trace, episode.toolsets, episode.shared_toolsets, mcp_urls)
+                episode.tools = await EpisodeTools.open(trace, episode.toolsets, episode.shared_toolsets)
             return episode.tools
 
         async def _results(self, trace: vf.Trace, tools: EpisodeTools, calls: list[dict[str, Any]]) -> list[Any]:

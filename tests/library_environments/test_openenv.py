@@ -20,16 +20,16 @@ from grpocli.errors import ConfigError
 from grpocli.library_environments.openenv import OpenEnv, OpenEnvTask, read_action
 
 SESSIONS = 8  # more than a test leaves to a server that is slow to close them
-SERVER = Path(__file__).with_name("guessing_server.py")
+SERVER = Path(__file__).with_name("openenv_server.py")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 
 
 @contextmanager
-def served(script: Path) -> Iterator[str]:
+def served(kind: str) -> Iterator[str]:
     """The address of a server."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    server = subprocess.Popen([sys.executable, str(script), str(port), str(SESSIONS)])
+    server = subprocess.Popen([sys.executable, str(SERVER), kind, str(port), str(SESSIONS)])
     address = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + 120
@@ -49,7 +49,7 @@ def served(script: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with served(SERVER) as address:
+    with served("guess") as address:
         yield address
 
 
@@ -150,7 +150,7 @@ def test_examples_are_resets_and_the_first_are_held_out(url: str) -> None:
 
 @pytest.mark.survival
 def test_calls_of_tools_are_actions() -> None:
-    with served(SERVER.with_name("adding_server.py")) as address:
+    with served("add") as address:
         task = OpenEnvTask(base_url=address, observation="result", train_size=2, eval_size=1)
         (example, *_) = task.examples("train")
         schemas = task.tool_schemas()

@@ -1,7 +1,4 @@
-"""A taskset of verifiers with tools for tests: a toolset of each episode, with its state, and one of all episodes.
-
-`python tool_taskset.py` serves the toolset of an episode over MCP at MCP_PORT.
-"""
+"""A taskset of verifiers with tools for tests: a toolset of each episode, with its state, and one of all episodes."""
 
 from __future__ import annotations
 
@@ -112,6 +109,3 @@ class SumTaskset(vf.Taskset[SumTask, SumConfig]):
 
 
 __all__ = ["SumTaskset"]
-
-if __name__ == "__main__":
-    Sums.run()

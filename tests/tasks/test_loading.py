@@ -14,7 +14,7 @@ import pytest
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
-from grpocli.tasks.loading import load_table, looks_local, open_rows
+from grpocli.tasks.loading import load_table, open_rows
 
 load_streamed = functools.partial(load_table, streaming=True)
 READERS = pytest.mark.parametrize("load", [load_table, load_streamed])
@@ -116,11 +116,6 @@ def test_a_folder_without_the_split_is_refused(files: list[str], split: str, tmp
     with pytest.raises(ConfigError, match=", ".join(sorted(files)) or "none") as refused:
         load_table(str(tmp_path), None, split)
     assert refused.value.key == "task.path"
-
-
-def test_looks_local_recognises_paths() -> None:
-    paths = {"openai/gsm8k": False, "squad": False, "./x": True, "x.csv": True, "a/b/c": True}
-    assert {path: looks_local(path) for path in paths} == paths
 
 
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(12)]

@@ -1,4 +1,7 @@
-"""Rows become examples: layouts of other trainers, templates, processors; unusable rows are refused by their number."""
+"""Rows become examples: layouts of other trainers, templates, processors, worked examples, programs with tests.
+
+Unusable rows are refused by their number.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ from typing import Any
 import pytest
 from cli.running import run_here
 
+from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
 from grpocli.tasks.prompts import text_of
 from grpocli.tasks.table import CodeProblems, Gsm8k, Jsonl, hold_out
+from grpocli_tools.reward_check.reward_check_command import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 USER = {"role": "user", "content": "1+1="}
@@ -330,3 +335,133 @@ def test_the_yaml_of_the_page_is_a_task(
     assert [(one["task"], one["examples"]) for one in splits[:2]] == [("sums", 16), ("sums", 4)]
     assert splits[0]["prompts"][0]["text"] == "<bos><user>10+10=<end><assistant>"
     assert splits[0]["prompts"][0]["columns"]["answer"] == 20
+
+
+MBPP = [
+    {
+        "task_id": i,
+        "text": f"Add {i}.",
+        "code": f"def add(x):\n    return x + {i}",
+        "test_list": [f"assert add(1) == {i + 1}"],
+        "test_setup_code": "",
+        "challenge_test_list": [],
+    }
+    for i in range(1, 7)
+]
+HUMAN_EVAL = [
+    {
+        "task_id": f"x/{i}",
+        "prompt": f'def add(x: int) -> int:\n    """Add {i}."""\n',
+        "entry_point": "add",
+        "canonical_solution": f"    return x + {i}\n",
+        "test": f"def check(candidate):\n    assert candidate(1) == {i + 1}\n",
+    }
+    for i in range(1, 7)
+]
+
+
+def test_columns_of_mbpp_are_converted(tmp_path: Path) -> None:
+    path = write(tmp_path / "mbpp.jsonl", MBPP)
+    task: Any = build_run(compose(["task=mbpp", f"task.path={path}", "task.eval_split=null"])).task
+    example = next(one for one in task.examples("train") if one["task_id"] == 3)
+    assert example["tests"] == ["assert add(1) == 4"]
+    assert example["answer"] == MBPP[2]["code"]
+    (message,) = example["prompt"]
+    assert "Add 3." in message["content"]
+    assert message["content"].endswith("\nassert add(1) == 4")
+
+
+def test_columns_of_humaneval_are_converted(tmp_path: Path) -> None:
+    path = write(tmp_path / "he.jsonl", HUMAN_EVAL)
+    task: Any = build_run(compose(["task=humaneval", f"task.path={path}"])).task
+    assert len(task.examples("eval")) == len(HUMAN_EVAL)
+    with pytest.raises(ConfigError, match=r"task.split=null: the task is for `grpocli eval`"):
+        task.examples("train")
+    example = task.examples("eval")[0]
+    assert example["before"] in example["prompt"][0]["content"]
+    assert (example["tests"], example["entry_point"]) == (HUMAN_EVAL[0]["test"], "add")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("task", "rows"), [("mbpp", MBPP), ("humaneval", HUMAN_EVAL)])
+def test_reference_answers_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str, rows: list[dict[str, Any]]
+) -> None:
+    path = write(tmp_path / "rows.jsonl", rows)
+    given = [f"task={task}", f"task.path={path}", "task.split=null", "task.eval_split=test", "reward=[code]"]
+    assert main(given) == 0
+    assert "100.00%" in capsys.readouterr().out
+    wrong = {"test_list": ["assert add(1) == 0"], "test": "def check(f):\n    assert f(1) == 0"}
+    write(path, [{**row, **{name: text for name, text in wrong.items() if name in row}} for row in rows])
+    assert main(given) == 1
+    assert "scores 0 (AssertionError)" in capsys.readouterr().out
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    return write(tmp_path / "d.jsonl", [{"prompt": f"Q{i % 10}", "answer": f"A{i % 10}"} for i in range(20)])
+
+
+def questions(example: dict[str, Any]) -> list[str]:
+    """The questions in a plain-text prompt."""
+    return [part.split("A")[0] for part in example["prompt"].split("\n\n")]
+
+
+def test_shots_are_used_neither_for_training_nor_for_evaluation(file: str) -> None:
+    task = Jsonl(path=file, shots=3, eval_size=2)
+    train, held_out = task.examples("train"), task.examples("eval")
+    *shown, _ = questions(train[0])
+    assert len(set(shown)) == 3
+    assert all(questions(one)[:-1] == shown for one in (*train, *held_out))
+    assert all(len(questions(one)) == 4 for one in held_out)
+    assert not set(shown) & {questions(one)[-1] for one in held_out}
+    assert {questions(one)[-1] for one in (*train, *held_out)} == {f"Q{i}" for i in range(10)} - set(shown)
+
+
+def test_the_seed_chooses_the_shots(file: str) -> None:
+    chosen = [questions(Jsonl(path=file, shots=3, shot_seed=seed).examples("train")[0])[:-1] for seed in (0, 1, 0)]
+    assert chosen[0] == chosen[2] != chosen[1]
+    run: Any = build_run(compose(["task=jsonl", f"task.path={file}", "task.shots=3", "seed=1"]))
+    assert questions(run.task.examples("train")[0])[:-1] == chosen[1]
+
+
+def test_shots_may_be_plain_text(file: str) -> None:
+    task = Jsonl(path=file, shots=2, prompt_template="Q: {prompt}\nA:", shot_template=" {answer}", prefix="> ")
+    first, second, asked = str(task.examples("train")[0]["prompt"]).split("\n\n")
+    assert asked.startswith("> Q: Q")
+    for shot in (first, second):
+        number = shot[-1]
+        assert shot == f"> Q: Q{number}\nA: A{number}"
+
+
+def test_conversations_have_one_system_message(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": [{"role": "system", "content": "Old."}, {"role": "user", "content": f"Q{i}"}], "answer": f"A{i}"}
+        for i in range(6)
+    ]
+    task = Jsonl(path=write(tmp_path / "c.jsonl", rows), shots=2, system_prompt="New.")
+    prompt = task.examples("train")[0]["prompt"]
+    assert [message["role"] for message in prompt] == ["system", *["user", "assistant"] * 2, "user"]
+    assert prompt[0]["content"] == "New."
+    assert prompt[2]["content"] == prompt[1]["content"].replace("Q", "A")
+    rows = [{"question": f"{i} + 1?", "answer": f"One more than {i}.\n#### {i + 1}"} for i in range(6)]
+    _, said, _ = Gsm8k(path=write(tmp_path / "g.jsonl", rows), shots=1).examples("train")[0]["prompt"]
+    number = int(said["content"].split("than ")[1].split(".")[0])
+    assert said["content"] == f"One more than {number}.\nThe answer is \\boxed{{{number + 1}}}."
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"shots": -1}, "task.shots"),
+        ({"shots": 1, "streaming": True}, "task.shots"),
+        ({"shots": 10}, "task.shots"),
+        ({"shots": 1, "shot_template": "{anser}"}, "task.shot_template"),
+        ({"shots": 1, "shot_template": "{answer"}, "task.shot_template"),
+        ({"shots": 1, "shot_template": "{answer:d}"}, "task.shot_template"),
+    ],
+)
+def test_unusable_shots_are_refused(file: str, settings: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Jsonl(path=file, eval_size=2, **settings).examples("train")
+    assert refused.value.key == key
