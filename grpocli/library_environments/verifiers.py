@@ -376,9 +376,7 @@ def take_over(owner: Any) -> list[Toolset[Any, Any]]:
     toolsets: list[Toolset[Any, Any]] = owner.toolsets(owner.config)
     for toolset in toolsets:
         if toolset.config.url or not isinstance(toolset.config.runtime, SubprocessConfig):
-            raise ValueError(
-                f"the toolset {type(toolset).__name__} has a url or a container; tools run here"
-            )
+            raise ValueError(f"the toolset {type(toolset).__name__} has a url or a container; tools run here")
         _share_state(toolset)
     owner.toolsets = lambda config: []
     return toolsets

@@ -120,16 +120,13 @@ class StreamedPrompts:
         (ids,), target_ids = maker.token_ids([settled], lambda _: self._where(number))
         target, most = target_ids[0] if target_ids else None, maker.targets.max_tokens if maker.targets else 0
         if maker.drops and (len(ids) > maker.max_tokens or (target and len(target) > most)):
-            self._warn(f", and those with a target over {most}," if target else "")
+            if not self._warned:
+                targets = f", and those with a target over {most}," if target else ""
+                logger.warning("prompts of %s over %d tokens%s are replaced", maker.task, maker.max_tokens, targets)
+            self._warned = True
             return None
         row = self._stream.first + number
         return maker.prompt(settled[0], ids[-maker.max_tokens :], target and target[:most], uid, row)
-
-    def _warn(self, targets: str) -> None:
-        if not self._warned:
-            limit = self._maker.max_tokens
-            logger.warning("prompts of %s over %d tokens%s are replaced", self._maker.task, limit, targets)
-        self._warned = True
 
 
 def _order_keys(task: object) -> tuple[str, str | None]:

@@ -392,7 +392,10 @@ def test_reference_answers_pass(
     assert main(given) == 0
     assert "100.00%" in capsys.readouterr().out
     wrong = {"test_list": ["assert add(1) == 0"], "test": "def check(f):\n    assert f(1) == 0"}
-    write(path, [{**row, **{name: text for name, text in wrong.items() if name in row}} for row in rows])
+    write(
+        tmp_path / "rows.jsonl",
+        [{**row, **{name: text for name, text in wrong.items() if name in row}} for row in rows],
+    )
     assert main(given) == 1
     assert "scores 0 (AssertionError)" in capsys.readouterr().out
 
