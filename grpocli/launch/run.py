@@ -237,10 +237,6 @@ def steps_of(epochs: float, run: Run) -> int:
     whole = sum(getattr(task, "weight", 1.0) for task in tasks.values())
     draws = 0.0
     for name, task in tasks.items():
-        if getattr(task, "streaming", False):
-            key = f"{key_of(run.task, name)}.streaming"
-            hint = "give train.steps instead of train.data_epochs"
-            raise ConfigError("the number of its examples is not known", key=key, value="true", hint=hint)
         with errors_below(key_of(run.task, name)):
             draws = max(draws, len(task.examples("train")) * whole / getattr(task, "weight", 1.0))
     return max(1, math.ceil(round(epochs * draws / run.rollout.prompts_per_step, 6)))

@@ -24,7 +24,7 @@ LONGEST = 100
 """The longest value that is shown, in characters."""
 
 TRAINING_ONLY = re.compile(
-    r"weight|shuffle_buffer|order|difficulty_column|allow_overlap"
+    r"weight|order|difficulty_column|allow_overlap"
     r"|timeout|workers|process|concurrency|retries|backoff"
 )
 """Last names of the keys of a task or reward that do not affect held-out problems and their scores."""

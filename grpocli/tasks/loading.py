@@ -8,10 +8,9 @@ import math
 import re
 import sys
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeAlias
 
@@ -35,7 +34,6 @@ COMPRESSED = (".gz", ".bz2", ".xz")
 SAVED = ("state.json", "dataset_dict.json")
 """Files in the folders that `save_to_disk` of the datasets library writes: of a dataset, and of several splits."""
 OTHER_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
-EMPTY = "it is empty; give data with at least one example"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,80 +44,48 @@ class Table:
     rows: Sequence[Row]
 
 
-@dataclass(frozen=True, slots=True)
-class RowSource:
-    """The rows of a dataset, in order."""
-
-    read: Callable[[int], Iterator[Row]]
-    """The rows from a number on. Raises ConfigError if the data cannot be read."""
-    table: Any = None
-    """A dataset of the datasets library whose rows these are, if it is read whole."""
-
-
 def load_table(
-    path: str,
-    name: str | None,
-    split: str,
-    key: str = "task.path",
-    options: Mapping[str, Any] | None = None,
-    streaming: bool = False,
+    path: str, name: str | None, split: str, key: str = "task.path", options: Mapping[str, Any] | None = None
 ) -> Table:
-    """All rows at `path`, as `open_rows` finds them. Raises ConfigError, naming `key`, also if there are none."""
-    source = open_rows(path, name, split, key, options, streaming or is_remote(path))
-    if source.table is not None:
-        table = Table(list(source.table.column_names), source.table)
-    else:
-        rows = list(source.read(0))
-        columns = columns_of(rows)
-        table = Table(columns, [with_columns(row, columns) for row in rows])
-    if not len(table.rows):
-        raise ConfigError(EMPTY, key=key, value=path)
-    return table
-
-
-def open_rows(
-    path: str,
-    name: str | None,
-    split: str,
-    key: str,
-    options: Mapping[str, Any] | None = None,
-    streaming: bool = True,
-) -> RowSource:
-    """The rows at `path`: a file, a folder of files of one kind, either also at an address, or a name on the hub.
+    """All rows at `path`: a file, a folder of files of one kind, either also at an address, or a name on the hub.
 
     From a folder, the files whose names begin with `split` are taken (`train.jsonl`, `train-00000-of-00002.parquet`);
     for `train`, if there are none, all files that are not named after another split.
-    options: of fsspec's file system, for an address. streaming: a dataset of the datasets library is read while it is
-    iterated over; this is the only way for an address. Raises ConfigError, naming `key`, if the data cannot be read.
+    options: of fsspec's file system, for an address. Raises ConfigError, naming `key`, if the data cannot be read, or
+    if there are no rows.
     """
-    local, options = Path(path).expanduser(), dict(options or {})
+    table = _load(path, name, split, key, dict(options or {}))
+    if not len(table.rows):
+        raise ConfigError("it is empty; give data with at least one example", key=key, value=path)
+    return table
+
+
+def _load(path: str, name: str | None, split: str, key: str, options: dict[str, Any]) -> Table:
+    local, remote = Path(path).expanduser(), is_remote(path)
     check_path(path, key)
-    if not is_remote(path):
-        if not local.exists():
-            return _dataset_rows(_from_hub(path, name, split, key, streaming), path, key)
-        if any((local / file).is_file() for file in SAVED):
-            saved = _saved_dataset(local, split, key)
-            return _dataset_rows(saved.to_iterable_dataset() if streaming else saved, path, key)
+    if not remote and not local.exists():
+        return _table_of(_from_hub(path, name, split, key))
+    if not remote and any((local / file).is_file() for file in SAVED):
+        return _table_of(_saved_dataset(local, split, key))
     kind, files = _files_at(path, split, key, options)
     if kind in ("json", "csv"):
-        return RowSource(lambda start: islice(_text_rows(kind, files, key, options), start, None))
+        return _with_all_columns(list(_text_rows(kind, files, key, options)))
     from datasets import load_dataset
 
     with readable(path, key):
         stored = {"storage_options": options} if options else {}
-        dataset = load_dataset(kind, data_files=files, split="train", streaming=streaming, **stored)
-    return _dataset_rows(dataset, path, key)
+        dataset = load_dataset(kind, data_files=files, split="train", streaming=remote, **stored)
+        return _with_all_columns(list(dataset)) if remote else _table_of(dataset)  # no copy is kept of an address
 
 
-def _dataset_rows(dataset: Any, path: str, key: str) -> RowSource:
-    """The rows of a dataset of the datasets library."""
-    from datasets import Dataset
+def _table_of(dataset: Any) -> Table:
+    """The table of a dataset of the datasets library."""
+    return Table(list(dataset.column_names), dataset)
 
-    def read(start: int) -> Iterator[Row]:
-        with readable(path, key):
-            yield from dataset.skip(start)
 
-    return RowSource(read, dataset if isinstance(dataset, Dataset) else None)
+def _with_all_columns(rows: Sequence[Row]) -> Table:
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    return Table(columns, [{**dict.fromkeys(columns), **row} for row in rows])
 
 
 def _text_rows(kind: str, files: Sequence[str], key: str, options: Mapping[str, Any]) -> Iterator[Row]:
@@ -281,22 +247,12 @@ def _saved_dataset(path: Path, split: str, key: str) -> Any:
     return saved[split]
 
 
-def _from_hub(path: str, name: str | None, split: str, key: str, streaming: bool) -> Any:
+def _from_hub(path: str, name: str | None, split: str, key: str) -> Any:
     """A dataset of the hub. Raises ConfigError if it is not available."""
     with hub_errors(key, path, cached=True):
         from datasets import load_dataset
 
-        return load_dataset(path, name, split=split, streaming=streaming)
-
-
-def with_columns(row: Row, columns: Sequence[str]) -> Row:
-    """The row with None for each column that it lacks."""
-    return {**dict.fromkeys(columns), **row}
-
-
-def columns_of(rows: Sequence[Row]) -> list[str]:
-    """The columns of all rows."""
-    return list(dict.fromkeys(column for row in rows for column in row))
+        return load_dataset(path, name, split=split)
 
 
 def missing_value(value: Any) -> str:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
@@ -21,18 +20,13 @@ from grpocli.config.user_code import check_exists, load, raised
 from grpocli.errors import ConfigError, config_errors
 from grpocli.rewards.reward import with_one_answer
 from grpocli.tasks.loading import (
-    EMPTY,
     Row,
-    RowSource,
     Table,
     check_path,
-    columns_of,
     is_one_file,
     load_table,
     missing_value,
     need_columns,
-    open_rows,
-    with_columns,
 )
 from grpocli.tasks.order import permutation
 from grpocli.tasks.prompts import check_last_turn, fill, in_messages, text_hash, text_of
@@ -96,21 +90,14 @@ class Jsonl(BaseTask):
     """Answer of a worked example, text with {column} fields."""
     shot_seed: int | None = interpolate("seed")
     """Seed that chooses the worked examples."""
-    streaming: bool = False
-    """Read training data as it is needed, and shuffle runs of shuffle_buffer rows, anew in each epoch. Without
-    eval_path and eval_split, the first eval_size different prompts are held out."""
-    shuffle_buffer: int = 10000
-    """Rows of a shuffled run, with streaming."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(self, "format", ("auto", "plain", "chat"))
         named = self.processor is None or ":" in self.processor
         require(self, "processor", named, "must be FILE.py:NAME or module:NAME")
-        for name, least in (("eval_size", 1), ("shuffle_buffer", 1), ("shots", 0)):
-            require(self, name, getattr(self, name) >= least, f"must be at least {least}")
-        whole = not (self.shots and self.streaming)
-        require(self, "shots", whole, "are chosen from all rows: write examples of a stream into task.prefix")
+        require(self, "eval_size", self.eval_size >= 1, "must be at least 1")
+        require(self, "shots", self.shots >= 0, "must be 0 or more")
         known = bool(self.split or self.eval_path or self.eval_split) or is_one_file(self.path)
         require(self, "split", known, "name a split to train on, or with task.eval_split one to evaluate on")
         shown = self.system_prompt is None or self.format != "plain"
@@ -139,12 +126,10 @@ class Jsonl(BaseTask):
         return row
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The examples of `train` or `eval`; with `streaming`, only the first ones of `train`."""
+        """The examples of `train` or `eval`."""
         if split == "train" and self.split is None:
             problem = "the task is for `grpocli eval`; name a split to train on"
             raise ConfigError(problem, key="task.split", value="null")
-        if self.streaming and (split == "train" or self.source("eval") is None):
-            return self.stream.head if split == "train" else self.stream.held_out
         if not self.shots:
             return self._bare(split)
         found = self._bare(split).without(self._shots)
@@ -152,11 +137,6 @@ class Jsonl(BaseTask):
             problem = f"no example is left for {split}; take fewer, or other data"
             raise ConfigError(problem, key="task.shots", value=self.shots)
         return found
-
-    @cached_property
-    def stream(self) -> ExampleStream:
-        """The training data, with `streaming`."""
-        return ExampleStream.of(self)
 
     @cached_property
     def _bare(self) -> Callable[[str], Examples]:
@@ -176,8 +156,7 @@ class Jsonl(BaseTask):
 
     def _table(self, path: str, split: str) -> Examples:
         name, key = (self.name, "task.path") if path == self.path else (None, "task.eval_path")
-        far = self.streaming and not Path(path).expanduser().exists()
-        table = load_table(path, name, split, key, self.storage_options, streaming=far)
+        table = load_table(path, name, split, key, self.storage_options)
         converter = RowConverter.of(self, table.columns, islice(table.rows, HEAD), path)
         return Examples(converter, table, range(len(table.rows)))
 
@@ -459,78 +438,6 @@ class Examples(Sequence[Any]):
         shown = {text_hash(shot.prompt) for shot in shots}
         numbers = [n for n, one in zip(self.numbers, self, strict=True) if text_hash(one["prompt"]) not in shown]
         return replace(self, numbers=numbers, converter=replace(self.converter, shots=tuple(shots)))
-
-
-@dataclass
-class ExampleStream:
-    """The training rows of data that is read while it is drawn from."""
-
-    converter: RowConverter
-    rows: RowSource
-    columns: list[str]
-    first: int = 0
-    """The number of rows before the training rows."""
-    held_out: list[Example] = field(default_factory=list)
-    """Examples to evaluate on."""
-    excluded: set[int] = field(default_factory=set)
-    """Hashes of prompts that are not trained on."""
-    _going: Iterator[Row] | None = None
-    _at: int = 0
-
-    @classmethod
-    def of(cls, task: Jsonl) -> ExampleStream:
-        """The stream of a task. Raises ConfigError if there is nothing to read or to train on."""
-        rows = open_rows(task.path, task.name, task.split or "", "task.path", task.storage_options)
-        head = list(islice(rows.read(0), HEAD))
-        columns = columns_of(head)
-        if not columns:
-            raise ConfigError(EMPTY, key="task.path", value=task.path)
-        made = cls(RowConverter.of(task, columns, head, task.path), rows, columns)
-        if task.source("eval") is None:
-            made._hold_out(task.eval_size)
-        made.excluded.update(text_hash(one["prompt"]) for one in made.held_out)
-        return made
-
-    def take(self, start: int, n: int) -> list[Row]:
-        """At most n training rows from number `start`. Consecutive calls continue without a new pass."""
-        going = self._going if self._at == start else None
-        self._going = None  # an iterator that failed cannot be continued
-        going = going or self.rows.read(self.first + start)
-        found = [with_columns(row, self.columns) for row in islice(going, n)]
-        self._going, self._at = going, start + len(found)
-        return found
-
-    def count(self) -> int:
-        """The number of training rows."""
-        return sum(1 for _ in self.rows.read(self.first))
-
-    def example(self, row: Row, number: int) -> Example:
-        """The example of training row `number`."""
-        return self.converter.example(row, self.first + number)
-
-    def where(self, number: int) -> str:
-        """The name of a row in errors."""
-        return self.converter.where(self.first + number)
-
-    @cached_property
-    def head(self) -> list[Example]:
-        """The first examples to train on. Raises ConfigError if one of them has no usable prompt."""
-        made = [self.example(row, number) for number, row in enumerate(self.take(0, HEAD))]
-        for number, one in enumerate(made):
-            text_of(one, self.where(number))
-        return made
-
-    def _hold_out(self, size: int) -> None:
-        found: dict[int, Example] = {}
-        for number, row in enumerate(self.rows.read(0)):
-            example = self.converter.example(with_columns(row, self.columns), number)
-            question = text_hash(example["prompt"])
-            if question not in found and len(found) == size:
-                self.first, self.held_out = number, list(found.values())
-                return
-            found.setdefault(question, example)
-        problem = f"{self.converter.path} has {len(found)} different examples; lower it: some are to be trained on"
-        raise ConfigError(problem, key="task.eval_size", value=size)
 
 
 def hold_out(rows: Iterable[Row], columns: Sequence[str], limit: int) -> tuple[list[int], list[int]]:

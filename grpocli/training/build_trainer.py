@@ -26,7 +26,7 @@ from grpocli.rewards.scorer import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.sampling import keep_stop_token_ids
 from grpocli.runs.saved_run import SavedRun
-from grpocli.tasks.prompt_source import EpochPrompts, PromptSource, accuracy_rewards_of, doubtful_choices
+from grpocli.tasks.prompt_source import PromptSource, accuracy_rewards_of, doubtful_choices
 from grpocli.tasks.task import errors_below
 from grpocli.training import checkpoint
 from grpocli.training.accuracy import AccuracyRewards, Evaluator
@@ -140,9 +140,9 @@ def _hints(run: Run, data: PromptSource, config: Any) -> Iterator[str]:
         yield f"rollout.max_completion_tokens={longest}: with its prompt, the model is made for {room}"
     marks = data.tokenizer.all_special_tokens
     for task, part in zip(data.tasks, run.tasks.values(), strict=True):
-        if not (data.tokenizer.chat_template and isinstance(task.train, EpochPrompts)):
+        if not data.tokenizer.chat_template:
             continue
-        prompt = task.train.draw(0, "")
+        prompt = task.draw(0, "")
         if data.tokenizer.decode(prompt.token_ids).rstrip().endswith("<think>"):
             for name in task.rewards:
                 if getattr(run.reward[name], "wants_opened_thought", False):

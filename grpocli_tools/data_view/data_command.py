@@ -13,9 +13,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
-from grpocli.tasks.loading import with_columns
 from grpocli.tasks.prompts import PromptMaker, text_hash
-from grpocli.tasks.table import Examples, Jsonl
+from grpocli.tasks.table import Examples
 from grpocli.tasks.task import errors_below, key_of
 from grpocli.types import Message, Prompt, Text
 from grpocli_tools.command_line import composed, parse, stages
@@ -169,11 +168,10 @@ def _facts(view: DataView, split: Mapping[str, Any], evaluates: bool) -> Iterato
     """The lines about a split: (name, text). evaluates: whether a split to evaluate on is shown, too."""
     rollout, read, total = view.run.rollout, split["read"], split["examples"]
     drops, trains = rollout.long_prompts == "drop", split["split"] == "train"
-    some = f"{read:,} read; the rest of the stream was not" if total is None else f"{read:,} of {total:,} read"
-    yield "examples", f"{read:,}" if total == read else some
+    yield "examples", f"{read:,}" if total == read else f"{read:,} of {total:,} read"
     if not trains and split["evaluated"] is None:
         yield "evaluated", "the first 256 on a GPU, 32 on a CPU (eval.problems)"
-    elif not trains and split["evaluated"] < (total or 0):
+    elif not trains and split["evaluated"] < total:
         yield "evaluated", f"the first {split['evaluated']:,} (eval.problems)"
 
     def count(found: Sequence[int], what: str) -> str:
@@ -255,8 +253,8 @@ class SplitView:
 
     task: str
     split: str
-    total: int | None
-    """The number of examples; None if it is not known because the data is streamed."""
+    total: int
+    """The number of examples."""
     lengths: list[int] = field(default_factory=list)
     """Tokens of each prompt."""
     target_lengths: list[int] = field(default_factory=list)
@@ -305,7 +303,7 @@ class DataView:
         limit: int | None = None,
         report: Report = lambda text, done, total: None,
     ) -> DataView:
-        """Read the splits of a run. limit: read at most so many examples of each; None: all, of a stream AT_ONCE.
+        """Read the splits of a run. limit: read at most so many examples of each; None: all.
 
         end_ids: tokens that end a completion, beside the tokenizer's. Raises ConfigError for data that the run would
         refuse.
@@ -318,10 +316,8 @@ class DataView:
             for split in wanted:
                 if split == "train" and getattr(task, "split", "") is None:
                     continue  # the task is for evaluation only
-                streamed = split == "train" and getattr(task, "streaming", False)
-                most = AT_ONCE if limit is None and streamed else limit
                 with errors_below(key_of(run.task, name)):
-                    splits.append(_split_view(run, makers[name], task, split, most, report))
+                    splits.append(_split_view(run, makers[name], task, split, limit, report))
         if not splits:
             raise ConfigError("the task has no such split", key="--split", value=", ".join(wanted))
         return cls(run, tokenizer, splits, makers)
@@ -330,7 +326,8 @@ class DataView:
         """One example of a split as the run would draw it, neither dropped nor cut, and its name in the data."""
         task = self.run.tasks[view.task]
         with errors_below(key_of(self.run.task, view.task)):
-            example, where = _example(task, view.split, number)
+            source = task.examples(view.split)
+            example, where = source[number], _name(source, number)
             maker = self.makers[view.task]
             settled = maker.settled(example, where)
             (ids,), target_ids = maker.token_ids([settled], lambda _: where)
@@ -340,7 +337,8 @@ class DataView:
 def _split_view(run: Run, maker: PromptMaker, task: Task, split: str, limit: int | None, report: Report) -> SplitView:
     name = maker.task
     report(f"reading {name} {split}", 0, 0)
-    total, examples = _examples(task, split, limit)
+    source = task.examples(split)
+    total, examples = len(source), ((one, _name(source, i)) for i, one in enumerate(islice(source, limit)))
     view = SplitView(name, split, total, wanted=run.eval.problems)
     special = [token for token in maker.tokenizer.all_special_tokens if token]
     types: dict[str, Counter[str]] = {}
@@ -358,7 +356,7 @@ def _split_view(run: Run, maker: PromptMaker, task: Task, split: str, limit: int
             for column, value in one.items():
                 if column != "prompt":
                     types.setdefault(column, Counter())[type(value).__name__] += 1
-        report(f"tokenising {name} {split}", view.read, total or 0)
+        report(f"tokenising {name} {split}", view.read, total)
     view.columns = {column: " or ".join(sorted(kinds)) for column, kinds in sorted(types.items())}
     return view
 
@@ -366,26 +364,6 @@ def _split_view(run: Run, maker: PromptMaker, task: Task, split: str, limit: int
 def _has(text: Text, tokens: Sequence[str]) -> bool:
     messages: Sequence[Message] = [{"content": text}] if isinstance(text, str) else text
     return any(token in str(message.get("content", "")) for message in messages for token in tokens)
-
-
-def _examples(task: Task, split: str, limit: int | None) -> tuple[int | None, Iterator[tuple[Example, str]]]:
-    """The number of examples of a split, None if it is not known, and the first `limit` of them with their names."""
-    if split == "train" and isinstance(task, Jsonl) and task.streaming:
-        stream = task.stream
-        rows = islice(stream.rows.read(stream.first), limit)
-        return None, (
-            (stream.example(with_columns(row, stream.columns), i), stream.where(i)) for i, row in enumerate(rows)
-        )
-    source = task.examples(split)
-    return len(source), ((one, _name(source, i)) for i, one in enumerate(islice(source, limit)))
-
-
-def _example(task: Task, split: str, number: int) -> tuple[Example, str]:
-    if split == "train" and isinstance(task, Jsonl) and task.streaming:
-        _, examples = _examples(task, split, number + 1)
-        return next(islice(examples, number, None))
-    source = task.examples(split)
-    return source[number], _name(source, number)
 
 
 def _name(source: Sequence[Example], number: int) -> str:

@@ -9,7 +9,6 @@ import pytest
 from cli.running import assert_same_run, killed_after, metrics, run_here
 
 from grpocli.composition.compose import build_run, compose
-from grpocli.errors import ConfigError
 from grpocli.launch.run import steps_of
 from grpocli.runs.rollouts import read_rollouts
 
@@ -58,8 +57,6 @@ def test_passes_over_the_data_set_the_steps(tmp_path: Path, capsys: pytest.Captu
     mixed = ["task=[arithmetic,letter_counting]", "task.arithmetic.train_size=30", "task.letter_counting.train_size=50"]
     run = build_run(compose(["algorithm=sft", *mixed, "task.letter_counting.weight=4", "rollout.prompts_per_step=10"]))
     assert steps_of(1, run) == 15, "arithmetic has a fifth of the draws"
-    with pytest.raises(ConfigError, match="the number of its examples is not known"):
-        steps_of(1, build_run(compose(["algorithm=sft", *data, "task.streaming=true"])))
 
 
 @pytest.mark.processes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gzip
 import io
 import json
@@ -14,10 +13,8 @@ import pytest
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
-from grpocli.tasks.loading import load_table, open_rows
+from grpocli.tasks.loading import load_table
 
-load_streamed = functools.partial(load_table, streaming=True)
-READERS = pytest.mark.parametrize("load", [load_table, load_streamed])
 LARGE = 12345678901234567890
 ANSWERS = [["1", "2"], "3", 4, 5.0, {"x": 1}, {"y": None}, True, LARGE, "2024-01-01"]
 CELLS = ["007", "1.50", "12345678901234567890123", "NA", "None", "null", "1e3", "True", ""]
@@ -38,11 +35,10 @@ LINES = "".join(json.dumps({"a": answer}) + "\n" for answer in ANSWERS)
         ("a.csv.gz", gzip.compress(b"q\n2\n", mtime=0), [("2",)]),
     ],
 )
-@READERS
-def test_values_stay_as_they_are_written(load: Any, name: str, written: str | bytes, rows: Any, tmp_path: Path) -> None:
+def test_values_stay_as_they_are_written(name: str, written: str | bytes, rows: Any, tmp_path: Path) -> None:
     file = tmp_path / name
     file.write_bytes(written if isinstance(written, bytes) else written.encode())
-    table = load(str(file), None, "train")
+    table = load_table(str(file), None, "train")
     assert json.dumps([tuple(row.values()) for row in table.rows]) == json.dumps(rows)
     assert list(table.rows[0]) == table.columns
 
@@ -96,13 +92,12 @@ def test_a_folders_files_are_chosen_by_split(
         ("a.parquet", "no parquet", "cannot be read"),
     ],
 )
-@READERS
 def test_unreadable_data_is_refused(
     load: Any, name: str, written: str | bytes, said: str, tmp_path: Path, cache_folder: Path
 ) -> None:
     (tmp_path / name).write_bytes(written if isinstance(written, bytes) else written.encode())
     with pytest.raises(ConfigError, match=said) as refused:
-        load(str(tmp_path / name), None, "train", "task.eval_path")
+        load_table(str(tmp_path / name), None, "train", "task.eval_path")
     assert (refused.value.key, refused.value.value) == ("task.eval_path", str(tmp_path / name))
     assert len(str(refused.value)) < 600
 
@@ -143,26 +138,24 @@ def content(kind: str) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["arrow", "parquet"])
-@READERS
-def test_files_of_the_datasets_library_are_read(load: Any, kind: str, tmp_path: Path, cache_folder: Path) -> None:
+def test_files_of_the_datasets_library_are_read(kind: str, tmp_path: Path, cache_folder: Path) -> None:
     (tmp_path / f"train.{kind}").write_bytes(content(kind))
-    table = load(str(tmp_path), None, "train", "task.path")
+    table = load_table(str(tmp_path), None, "train", "task.path")
     assert list(table.rows) == ROWS
     assert table.columns == ["prompt", "answer"]
 
 
 @pytest.mark.slow
-@READERS
-def test_folders_of_save_to_disk_are_read(load: Any, tmp_path: Path, cache_folder: Path) -> None:
+def test_folders_of_save_to_disk_are_read(tmp_path: Path, cache_folder: Path) -> None:
     from datasets import Dataset, DatasetDict
 
     whole = Dataset.from_list(ROWS)
     whole.save_to_disk(tmp_path / "one")
     DatasetDict(train=whole.select(range(8)), test=whole.select(range(8, 12))).save_to_disk(tmp_path / "two")
-    assert list(load(str(tmp_path / "one"), None, "train", "task.path").rows) == ROWS
-    assert list(load(str(tmp_path / "two"), None, "test", "task.path").rows) == ROWS[8:]
+    assert list(load_table(str(tmp_path / "one"), None, "train", "task.path").rows) == ROWS
+    assert list(load_table(str(tmp_path / "two"), None, "test", "task.path").rows) == ROWS[8:]
     with pytest.raises(ConfigError, match="has the splits test, train"):
-        load(str(tmp_path / "two"), None, "tets", "task.path")
+        load_table(str(tmp_path / "two"), None, "tets", "task.path")
 
 
 def put(name: str, body: bytes) -> None:
@@ -193,15 +186,6 @@ def test_errors_name_the_address_and_the_line() -> None:
         with pytest.raises(ConfigError, match=said) as refused:
             load_table(f"memory://{path}", None, split)
         assert "secret" not in str(refused.value)
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "csv", pytest.param("parquet", marks=pytest.mark.slow)])
-def test_a_stream_begins_at_any_row(kind: str, cache_folder: Path) -> None:
-    for part in (1, 2):
-        put(f"{kind}-parts/train-{part}.{kind}", content(kind))
-    rows = open_rows(f"memory://{kind}-parts", None, "train", "task.path")
-    for start in (0, 3, 12, 20):
-        assert list(rows.read(start)) == [*ROWS, *ROWS][start:]
 
 
 @pytest.mark.parametrize("path", ["nonsense://a/b.jsonl", "gs://bucket/b.jsonl"])

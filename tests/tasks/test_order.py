@@ -51,7 +51,6 @@ def test_the_count_of_a_tasks_draws_does_not_depend_on_the_order_of_calls() -> N
 
 
 N = 12
-STREAM = {"streaming": True, "shuffle_buffer": 100}
 
 
 @pytest.fixture
@@ -73,14 +72,12 @@ def drawn(data: PromptSource, draws: int) -> list[int]:
     return [int(data.draw(number).row or 0) for number in range(draws)]
 
 
-@pytest.mark.parametrize("stream", [{}, STREAM], ids=["whole", "streamed"])
-def test_prompts_are_drawn_in_the_order_of_the_task(source: Any, stream: dict[str, Any]) -> None:
-    shuffled = drawn(source(**stream), 3 * N)
-    if not stream:
-        assert shuffled == [row for epoch in range(3) for row in permutation(N, 0, epoch)]
-    assert drawn(source(order="file", **stream), 2 * N + 3) == [d % N for d in range(2 * N + 3)]
+def test_prompts_are_drawn_in_the_order_of_the_task(source: Any) -> None:
+    shuffled = drawn(source(), 3 * N)
+    assert shuffled == [row for epoch in range(3) for row in permutation(N, 0, epoch)]
+    assert drawn(source(order="file"), 2 * N + 3) == [d % N for d in range(2 * N + 3)]
     for column, key in (("level", lambda row: N - row), ("-level", lambda row: row), ("rate", lambda row: row % 4)):
-        data = source(order="difficulty", difficulty_column=column, **stream)
+        data = source(order="difficulty", difficulty_column=column)
         found = drawn(data, 2 * N)
         for epoch, rows in enumerate((found[:N], found[N:])):
             place = shuffled[epoch * N : (epoch + 1) * N].index

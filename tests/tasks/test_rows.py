@@ -115,7 +115,6 @@ def test_a_row_becomes_a_prompt(prompt: Any, options: dict[str, Any], wanted: An
             assert Jsonl(path=str(tmp_path / "rows.csv"), **options).examples("train")[0]["prompt"] == wanted
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
     ("row", "prompt", "answer"),
     [
@@ -124,9 +123,9 @@ def test_a_row_becomes_a_prompt(prompt: Any, options: dict[str, Any], wanted: An
         ({"prompt": CHAT, "a.b": "2"}, "prompt", "a.b"),
     ],
 )
-def test_columns_within_objects(tmp_path: Path, row: Any, prompt: str, answer: str, streaming: bool) -> None:
+def test_columns_within_objects(tmp_path: Path, row: Any, prompt: str, answer: str) -> None:
     other = json.loads(json.dumps(row).replace("1+1=", "2+0="))
-    options = {"prompt_column": prompt, "answer_column": answer, "streaming": streaming, "eval_size": 1}
+    options = {"prompt_column": prompt, "answer_column": answer, "eval_size": 1}
     task = Jsonl(path=write(tmp_path / "rows.jsonl", [row, other]), **options)
     (example,) = [one for one in every(task) if one["prompt"] == CHAT]
     assert (example["answer"], example[answer]) == ("2", "2")
@@ -180,10 +179,9 @@ def test_an_unusable_row_names_its_number(row: Any, options: dict[str, Any], key
 def test_the_first_row_may_lack_a_value_within_an_object(tmp_path: Path, first: Any) -> None:
     path = write(tmp_path / "rows.jsonl", [first, *[{**VERL, "prompt": [*CHAT, USER]}] * 3])
     options = {"prompt_template": "{reward_model.ground_truth}", "answer_column": None, "eval_size": 1}
-    for streaming in (False, True):
-        with pytest.raises(ConfigError, match="row 1 ") as refused:
-            every(Jsonl(path=path, streaming=streaming, **options))
-        assert refused.value.key == "task"
+    with pytest.raises(ConfigError, match="row 1 ") as refused:
+        every(Jsonl(path=path, **options))
+    assert refused.value.key == "task"
 
 
 ROWS = [{"question": f"{i}+1?", "reply": str(i + 1), "level": i} for i in range(10)]
@@ -457,7 +455,6 @@ def test_conversations_have_one_system_message(tmp_path: Path) -> None:
     ("settings", "key"),
     [
         ({"shots": -1}, "task.shots"),
-        ({"shots": 1, "streaming": True}, "task.shots"),
         ({"shots": 10}, "task.shots"),
         ({"shots": 1, "shot_template": "{anser}"}, "task.shot_template"),
         ({"shots": 1, "shot_template": "{answer"}, "task.shot_template"),

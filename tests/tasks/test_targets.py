@@ -99,13 +99,11 @@ def sft_data(path: Path, chats: list[Any], *keys: str) -> PromptSource:
     return PromptSource.of(build_run(compose([*chosen, *sizes, "task.answer_column=null", *keys])), TINY)
 
 
-@pytest.mark.parametrize("streaming", ["false", "true"])
-def test_prompts_show_the_tools_whose_calls_are_taught(tmp_path: Path, streaming: str) -> None:
+def test_prompts_show_the_tools_whose_calls_are_taught(tmp_path: Path) -> None:
     call = {"function": {"name": "calculator", "arguments": '{"expression": "3*4"}'}}
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
     chats = [[{"role": "user", "content": f"{i}"}, answer] for i in range(20)]
-    keys = ["task.tools=[calculator]", f"task.streaming={streaming}"]
-    data = sft_data(tmp_path / "calls.jsonl", chats, *keys)
+    data = sft_data(tmp_path / "calls.jsonl", chats, "task.tools=[calculator]")
     for prompt in (data.draw(0), data.problems()[0]):
         assert prompt.target_ids is not None
         shown = f"<bos><system>calculator(expression)<end><user>{prompt.text[-1]['content']}<end><assistant>"
@@ -113,11 +111,10 @@ def test_prompts_show_the_tools_whose_calls_are_taught(tmp_path: Path, streaming
         assert TINY.decode(prompt.target_ids) == "calculator(expression=3*4)<end>"
 
 
-@pytest.mark.parametrize("streaming", ["false", "true"])
-def test_conversations_with_answers_are_data(tmp_path: Path, streaming: str) -> None:
+def test_conversations_with_answers_are_data(tmp_path: Path) -> None:
     """The usual form of chat data; the held-out conversations are not trained on, and their answers are targets."""
     chats = [[{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": f"{i * i}"}] for i in range(20)]
-    data = sft_data(tmp_path / "chats.jsonl", chats, f"task.streaming={streaming}")
+    data = sft_data(tmp_path / "chats.jsonl", chats)
     drawn = [data.draw(i) for i in range(16)]
     for prompt in [*drawn, *data.problems()]:
         assert len(prompt.text) == 1

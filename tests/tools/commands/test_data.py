@@ -71,14 +71,6 @@ def test_supervised_runs_show_the_answers_that_they_teach(task, capsys) -> None:
     assert "taught, 5 tokens" in printed(capsys, *task, "algorithm=sft", 'task.target_template="so {answer}"')
 
 
-def test_a_stream_says_what_it_did_not_read(task, capsys) -> None:
-    shown = printed(capsys, *task, "task.streaming=true", "--rows", "3", "--split", "train")
-    assert "3 read; the rest of the stream was not" in shown
-    assert splits(capsys, *task, "task.streaming=true", "--rows", "3")["train"]["examples"] is None
-    streamed = splits(capsys, *task, "task.streaming=true")["train"]
-    assert streamed["prompt_tokens"] == splits(capsys, *task)["train"]["prompt_tokens"]
-
-
 def test_text_of_the_data_cannot_control_the_terminal(tmp_path: Path, capsys) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{i}\u001b[31m<end>", "a\u001b[0m": "x"}) + "\n" for i in range(5)))
