@@ -40,7 +40,6 @@ class Data:
     name: str | None = None
     split: str | None = None
     files: Any = None
-    streaming: bool = False
     others: dict[str, Any] = field(default_factory=dict)
     """Arguments without a field here."""
     rest: Unread | None = None
@@ -120,8 +119,6 @@ def put(source: ScriptSource, name: str, value: Any) -> None:
             source.data, data.split = data, str(value)
         case "dataset_test_split":
             source.eval_data = Data(split=str(value))
-        case "dataset_streaming":
-            source.data, data.streaming = data, bool(value)
         case "datasets" if isinstance(value, list) and value and isinstance(value[0], dict):
             first = value[0]
             source.data = Data(
@@ -340,8 +337,7 @@ class Script:
         if not isinstance(path, str) or isinstance(files, Unread):
             return None
         read = {key: values.pop(key) for key in ("name", "split") if isinstance(values.get(key), str)}
-        streaming = values.pop("streaming") if isinstance(values.get("streaming"), bool) else False
-        return Data(path, read.get("name"), read.get("split"), files, streaming, others=values)
+        return Data(path, read.get("name"), read.get("split"), files, others=values)
 
     def value(self, node: ast.expr) -> Any:
         """The value of a literal or of a constant; Unread for anything else."""

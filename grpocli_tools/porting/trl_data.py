@@ -38,8 +38,6 @@ def set_data(port: Port, source: ScriptSource) -> None:
         port.set("task.name", data.name, "dataset_config")
     if data.split:
         port.set("task.split", data.split, "dataset_train_split")
-    if data.streaming:
-        port.lack("streaming", True, "data is read whole")
     for name, value in data.others.items():
         port.lack(f"load_dataset({name})", value, "task has no such key")
     scored = any(one.name in BUILT_IN for one in source.rewards if isinstance(one, RewardCall))
