@@ -93,7 +93,7 @@ def test_a_folders_files_are_chosen_by_split(
     ],
 )
 def test_unreadable_data_is_refused(
-    load: Any, name: str, written: str | bytes, said: str, tmp_path: Path, cache_folder: Path
+    name: str, written: str | bytes, said: str, tmp_path: Path, cache_folder: Path
 ) -> None:
     (tmp_path / name).write_bytes(written if isinstance(written, bytes) else written.encode())
     with pytest.raises(ConfigError, match=said) as refused:
