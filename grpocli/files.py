@@ -20,8 +20,6 @@ from grpocli.text import masked
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 SAYS_FULL = re.compile(r"no space left|os error 28|errno 28|disk quota", re.IGNORECASE)
-OS_ERROR = re.compile(r"os error (\d+)")
-"""An error number in the messages of libraries written in Rust."""
 ROOM = 1 << 20
 """A failed write with fewer free bytes counts as a full disk, whichever error the library raises."""
 STALE_TRIES = 9
@@ -43,11 +41,10 @@ class QuietFileHandler(logging.FileHandler):
     def format(self, record: logging.LogRecord) -> str:
         return masked(super().format(record))
 
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            super().emit(record)
-        except OSError:  # the file is opened by the first record
-            self.handleError(record)
+    def _open(self) -> Any:
+        with suppress(OSError):  # with `delay` the first record opens the file
+            return super()._open()
+        return Path(os.devnull).open("w")
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exception(), OSError):
@@ -74,7 +71,7 @@ def write_atomic(path: Path, data: str | bytes, mode: int = 0o644) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    sync_path(path.parent)
 
 
 def read_shared(path: Path) -> str:
@@ -117,15 +114,12 @@ def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     try:
         with full_disk_as_oserror(path):
             yield temporary
-        for file in temporary.rglob("*"):
-            if file.is_file():
-                sync_file(file)
-        for folder in [*(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
-            sync_folder(folder)
+        for written in [*temporary.rglob("*"), temporary]:
+            sync_path(written)
         _swap(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    sync_folder(path.parent)
+    sync_path(path.parent)
 
 
 @contextmanager
@@ -136,12 +130,10 @@ def full_disk_as_oserror(path: Path) -> Iterator[None]:
     except OSError:
         raise
     except Exception as error:
-        said, folder = OS_ERROR.search(str(error)), path.parent
-        full = SAYS_FULL.search(str(error)) or (folder.exists() and shutil.disk_usage(folder).free < ROOM)
-        number = errno.ENOSPC if full else int(said[1]) if said else 0
-        if not number:
-            raise
-        raise OSError(number, os.strerror(number), str(path)) from error
+        folder = path.parent
+        if SAYS_FULL.search(str(error)) or (folder.exists() and shutil.disk_usage(folder).free < ROOM):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        raise
 
 
 def clear_leftovers(folder: Path, name: str = "") -> None:
@@ -177,16 +169,8 @@ def _swap(temporary: Path, path: Path) -> None:
     remove(old)
 
 
-def sync_file(path: Path) -> None:
-    """Flush a file to the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Flush the entries of a folder to the disk."""
+def sync_path(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    os.fsync(handle)
+    os.close(handle)

@@ -79,10 +79,9 @@ class Single(Hardware):
     processes: int | None = None
     """Trainer processes, 1 to 1024. null: one for each GPU that trains, or one on a CPU."""
     train_devices: Any = "auto"
-    """GPUs that train: how many, or a list of their numbers. `auto`: all that the servers leave. A single GPU is shared
-    with the server."""
+    """How many GPUs train, the first ones. `auto`: all that the servers leave. A single GPU is shared with them."""
     rollout_devices: Any = "auto"
-    """GPUs that serve (engine=vllm): how many, or a list of their numbers. `auto`: as many as the servers need."""
+    """How many GPUs serve (engine=vllm), the last ones. `auto`: as many as the servers need."""
     device: str = "auto"
     parallel: str = "ddp"
     context_parallel: int = 1
@@ -96,7 +95,9 @@ class Single(Hardware):
         ok = self.processes is None or 1 <= self.processes <= 1024
         require(self, "processes", ok, "must be null (one for each training device), or between 1 and 1024")
         for field in ("train_devices", "rollout_devices"):
-            _check_devices(self, field)
+            value = getattr(self, field)
+            ok = value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
+            require(self, field, ok, "give auto, or how many GPUs")
 
 
 @part("hardware", "multinode")
@@ -128,15 +129,6 @@ class Multinode(Hardware):
     @property
     def nodes(self) -> int:
         return self.train_nodes + self.rollout_nodes
-
-
-def _check_devices(owner: Single, field: str) -> None:
-    value = getattr(owner, field)
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return
-    ok = isinstance(value, list | tuple) and value and all(isinstance(n, int) and n >= 0 for n in value)
-    problem = "give auto, how many GPUs, or a list of their numbers such as [0,1]"
-    require(owner, field, bool(ok) and len(set(value)) == len(value), problem)
 
 
 def node_of(hardware: Hardware) -> Node | None:
@@ -252,16 +244,12 @@ def split(hardware: Single, engine: Any, gpus: Sequence[str]) -> Devices:
 
 
 def _chosen(hardware: Single, field: str, gpus: Sequence[str]) -> tuple[str, ...] | None:
-    """The GPUs of a key: for a number the first ones, and to serve the last ones; None for auto."""
+    """The GPUs of a key: the first ones to train, the last ones to serve; None for auto."""
     value = getattr(hardware, field)
     if value == "auto":
         return None
-    problem = f"there are only the GPUs {','.join(gpus)} here"
-    if isinstance(value, int):
-        require(hardware, field, value <= len(gpus), problem)
-        return tuple(gpus[:value] if field == "train_devices" else gpus[-value:])
-    require(hardware, field, {*map(str, value)} <= {*gpus}, problem)
-    return tuple(map(str, value))
+    require(hardware, field, value <= len(gpus), f"there are only the GPUs {','.join(gpus)} here")
+    return tuple(gpus[:value] if field == "train_devices" else gpus[-value:])
 
 
 def _named(gpus: Sequence[str]) -> str:

@@ -12,10 +12,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpocli.errors import ConfigError, config_errors
 from grpocli.text import CREDENTIALS
@@ -26,7 +25,7 @@ TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "te
 PREFIX = "hub:"
 PUSH_KEY = "hub.push"
 REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-HUB_PATH = re.compile(rf"{PREFIX}(?P<repo>{REPO.pattern})(?P<folder>(/[\w.-]+)*)(@(?P<revision>[\w./-]+))?")
+HUB_PATH = re.compile(rf"{PREFIX}(?P<repo>{REPO.pattern})(@(?P<revision>[\w./-]+))?")
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py")
 """The files of a model: no pickled weights. Python files run only with trust_remote_code."""
 CONNECT_SECONDS = 3.0
@@ -73,12 +72,9 @@ def ask(url: str) -> str:
     return ""
 
 
-def check_folder(key: str, path: str, revision: str | None = None) -> None:
+def check_folder(key: str, path: str) -> None:
     """Raise ConfigError for `key` unless `path` is a folder with a model or a possible name on the hub."""
-    if place := hub_path(path, key):
-        if revision is not None and place.revision is not None:
-            problem = f"names a revision, and {key.rpartition('.')[0]}.revision={revision} another: give one of them"
-            raise ConfigError(problem, key=key, value=path)
+    if hub_path(path, key):
         return None
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -96,12 +92,10 @@ def _check_files(key: str, path: str, folder: Path) -> None:
             raise ConfigError(f"the folder has no {what}; give one that transformers saved", key=key, value=path)
 
 
-@dataclass(frozen=True, slots=True)
-class HubPath:
-    """`hub:OWNER/NAME/FOLDER@REVISION`, the last two of which may be missing."""
+class HubPath(NamedTuple):
+    """`hub:OWNER/NAME@REVISION`."""
 
     repo: str
-    folder: str = ""
     revision: str | None = None
 
 
@@ -112,7 +106,7 @@ def hub_path(text: str, key: str) -> HubPath | None:
     found = HUB_PATH.fullmatch(text)
     if not found or ".." in text:
         raise ConfigError("expected hub:OWNER/NAME, hub:OWNER/NAME@REVISION", key=key, value=text)
-    return HubPath(found["repo"], found["folder"].strip("/"), found["revision"])
+    return HubPath(found["repo"], found["revision"])
 
 
 def model_folder(text: str, key: str, revision: str | None = None) -> str:
@@ -124,20 +118,15 @@ def model_folder(text: str, key: str, revision: str | None = None) -> str:
     place = hub_path(text, key)
     if place is None:
         return text
-    patterns = [f"{place.folder}/{name}" if place.folder else name for name in MODEL_FILES]
-    # of the whole repository only the model's own files, not those of its checkpoints
-    others = [] if place.folder else ["checkpoints/*", "rollouts/*"]
+    others = ["checkpoints/*", "rollouts/*"]  # of a pushed run, which have files of models, too
     with hub_errors(key, text, cached=True):
         from huggingface_hub import snapshot_download
 
-        root = snapshot_download(
-            place.repo, revision=place.revision or revision, allow_patterns=patterns, ignore_patterns=others
+        folder: str = snapshot_download(
+            place.repo, revision=place.revision or revision, allow_patterns=[*MODEL_FILES], ignore_patterns=others
         )
-    folder = Path(root) / place.folder
-    if place.folder and not folder.is_dir():
-        raise ConfigError(f"there is no folder {place.folder} on the hub", key=key, value=text)
-    _check_files(key, text, folder)
-    return str(folder)
+    _check_files(key, text, Path(folder))
+    return folder
 
 
 @contextmanager
@@ -179,23 +168,14 @@ def hub_api() -> Any:
 
 
 @lru_cache
-def _checked(repo: str, revision: str | None, private: bool) -> None:
-    api = hub_api()
-    api.create_repo(repo, private=private, exist_ok=True)
-    api.auth_check(repo, write=True)  # create_repo accepts a repository that exists and may not be written
-    if private and not api.repo_info(repo).private:
-        print(f"warning: {repo} is a public repository, and hub.private=true does not change it", file=sys.stderr)
-    if revision and revision not in [branch.name for branch in api.list_repo_refs(repo).branches]:
-        empty = api.list_repo_commits(repo)[-1].commit_id  # a branch of the newest commit would have its files
-        api.create_branch(repo, branch=revision, revision=empty, exist_ok=True)
-
-
 def check_may_push(key: str, repo: str, revision: str | None, *, private: bool) -> None:
-    """Create the repository unless it exists. Raises ConfigError if the token may not write to it."""
-    from huggingface_hub import get_token
-
+    """Create the repository, and the branch, unless they exist. Raises ConfigError if the token may not write to it."""
+    api = hub_api()
     with hub_errors(key, repo):
-        if get_token() is None:
-            problem = "needs a token of the hub with write permission: export HF_TOKEN, or `hf auth login`"
-            raise ConfigError(problem, key=key, value=repo)
-        _checked(repo, revision, private)
+        api.create_repo(repo, private=private, exist_ok=True)
+        api.auth_check(repo, write=True)  # create_repo accepts a repository that exists and may not be written
+        if private and not api.repo_info(repo).private:
+            print(f"warning: {repo} is a public repository, and hub.private=true does not change it", file=sys.stderr)
+        if revision and revision not in [branch.name for branch in api.list_repo_refs(repo).branches]:
+            empty = api.list_repo_commits(repo)[-1].commit_id  # a branch of the newest commit would have its files
+            api.create_branch(repo, branch=revision, revision=empty, exist_ok=True)

@@ -14,11 +14,10 @@ from chaos.faults import Fault
 from chaos.keyless import Keyless
 from chaos.kills import Kill
 from chaos.rewards import Misbehaviour
-from chaos.runner import KINDS, run_trials, select
+from chaos.runner import KINDS, select
 from chaos.sandbox_attacks import EXISTS, LIES, Attack
 from chaos.servers import STAND_IN
-from chaos.table import BEGIN, END, as_markdown, replaced
-from chaos.trial import Kind, NumberedTrial, PromiseBroken, Skipped, Trial, draw_trials
+from chaos.trial import Kind, Skipped, Trial, draw_trials
 from chaos.workspace import Shared, Workspace
 
 from grpocli.rollout.vllm.client import GENERATE
@@ -72,41 +71,3 @@ def test_the_same_seed_draws_the_same_trials(kind: Kind) -> None:
     assert [one.trial for one in trials] != [one.trial for one in draw_trials(kind, 4)]
     assert sum(one.trial.attacks for one in trials) >= ASKED[kind.name]
     assert select([], 0, None, [trials[5].name]) == [trials[5]]
-
-
-class Scripted:
-    """A trial that raises an error, or passes."""
-
-    def __init__(self, error: Exception | None = None, attacks: int = 1) -> None:
-        self.error, self.attacks = error, attacks
-
-    def execute(self, workspace: Workspace) -> None:
-        (workspace.folder / "file").touch()
-        if self.error:
-            raise self.error
-
-
-def cells(trials: list[NumberedTrial], outcomes: list[object]) -> list[list[str]]:
-    """The table's rows below its head."""
-    rows = as_markdown(trials, outcomes).splitlines()[2:]  # type: ignore[arg-type]
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-
-
-def test_the_table_counts_trials_by_outcome(tmp_path: Path) -> None:
-    kinds = KINDS[:2]
-    failing, wrong = Scripted(PromiseBroken("a file is missing"), 3), Scripted(KeyError("a fault of the trial"))
-    trials = [NumberedTrial(kinds[0], n, one) for n, one in ((7, Scripted()), (8, failing), (9, wrong))]
-    trials += [NumberedTrial(kinds[1], n, one) for n, one in ((7, Scripted(Skipped("needs a GPU"))), (8, Scripted()))]
-    assert cells(trials, list(run_trials(trials, Shared(tmp_path)))) == [
-        [kinds[0].name, "5", "5", "1", "8, 9", "0"],
-        [kinds[1].name, "2", "1", "1", "none", "1: needs a GPU"],
-    ]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["kills_8", "kills_9"], "folders of failed trials remain"
-    late = list(run_trials(trials[:1], Shared(tmp_path), deadline=0.0))
-    assert cells(trials[:1], late) == [["kills", "1", "0", "0", "none", "0"]]
-
-
-def test_only_the_table_on_a_page_is_replaced() -> None:
-    page = f"before\n{BEGIN}\nold\n{END}\nafter\n"
-    assert replaced(page, "new\n") == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
-    assert replaced(replaced(page, "other\n"), "new\n") == replaced(page, "new\n")

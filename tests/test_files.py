@@ -112,18 +112,10 @@ def test_a_full_disk_is_reported_although_libraries_raise_other_errors(full_disk
     assert set(full_disk.iterdir()) == before
 
 
-@pytest.mark.parametrize(
-    ("message", "number"),
-    [
-        ("I/O error: No space left on device (os error 28)", errno.ENOSPC),
-        ("write failed: Disk quota exceeded", errno.ENOSPC),
-        ("I/O error: File too large (os error 27)", errno.EFBIG),
-    ],
-)
-def test_an_error_of_the_disk_is_recognised_in_a_librarys_message(tmp_path: Path, message: str, number: int) -> None:
-    with pytest.raises(OSError, match=os.strerror(number)) as caught, atomic_folder(tmp_path / "step_1"):
+@pytest.mark.parametrize("message", ["I/O error: No space left on device (os error 28)", "Disk quota exceeded"])
+def test_a_full_disk_is_recognised_in_a_librarys_message(tmp_path: Path, message: str) -> None:
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)), atomic_folder(tmp_path / "step_1"):
         raise RuntimeError(message)
-    assert caught.value.errno == number
 
 
 def test_leftovers_of_a_killed_process_are_cleared_and_other_hidden_files_kept(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from grpocli.files import sync_file
+from grpocli.files import sync_path
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ def write(
             name = f"{stem}-{(number - 1) // world.size * world.size + world.rank + 1:05}.safetensors"
             written = convert(pending) if convert else pending
             save_file(written, folder / name, metadata={"format": "pt"})
-            sync_file(folder / name)  # by its writer: the main process may be on another machine
+            sync_path(folder / name)  # by its writer: the main process may be on another machine
             files.update(dict.fromkeys(written, name))
             pending.clear()
 

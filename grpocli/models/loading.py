@@ -112,7 +112,7 @@ class HuggingFace(ModelPart):
 
     path: str = MISSING
     """A folder with config.json, weights and tokenizer, or a name on the hub; `hub:OWNER/NAME@REVISION` takes only
-    safetensors, and the folder of a checkpoint, `hub:OWNER/NAME/checkpoints/step_000020`."""
+    safetensors."""
     revision: str | None = None
     """Branch, tag or commit on the hub; null: the default branch."""
     trust_remote_code: bool = False
@@ -146,7 +146,7 @@ class HuggingFace(ModelPart):
         folder = Path(self.path).expanduser()
         is_adapter = (folder / lora.CONFIG).is_file() and not (folder / "config.json").is_file()
         require(self, "path", not is_adapter, "is an adapter, not a model", "give it as model.lora.path")
-        check_folder("model.path", self.path, self.revision)
+        check_folder("model.path", self.path)
         if not self.path.startswith(PREFIX) and not folder.is_dir() and (reason := why_unreachable()):
             from huggingface_hub import try_to_load_from_cache
 

@@ -45,10 +45,14 @@ class Publisher:
         folders: of the run, shown by name. former: the changes of its sessions, with values that the config no longer
         has.
         """
+        from huggingface_hub import get_token
+
         shown = {str(folder.absolute()): folder.name for folder in folders}
         shown |= {str(folder): short for folder, short in ((Path.cwd(), "."), (Path.home(), "~")) if folder.parts[1:]}
-        secrets = {value for value in (*_secrets(), *_secret_values(config, former)) if len(value) >= SHORTEST}
-        forms = {form for secret in secrets for form in (secret, json.dumps(secret)[1:-1], html.escape(secret))}
+        named = (value for name, value in os.environ.items() if SECRET.search(name))
+        secrets = (*named, get_token() or "", *_secret_values(config, former))
+        long = {secret for secret in secrets if len(secret) >= SHORTEST}
+        forms = {form for secret in long for form in (secret, json.dumps(secret)[1:-1], html.escape(secret))}
         return cls(shown, dict.fromkeys(forms, HIDDEN))
 
     @classmethod
@@ -62,14 +66,6 @@ class Publisher:
         text = SIGNED.sub(lambda found: f"{found[0].removesuffix(found['secret'])}{HIDDEN}", text)
         text = CREDENTIALS.sub(f"//{HIDDEN}@", text)
         return replaced(text, self.folders, r"(?<![\w/.-])", r"(?![\w-])")
-
-
-def _secrets() -> Iterator[str]:
-    """The values of environment variables that are named as secrets, and the token of the hub."""
-    from huggingface_hub import get_token
-
-    yield from (value for name, value in os.environ.items() if SECRET.search(name))
-    yield get_token() or ""
 
 
 def _secret_values(config: Mapping[str, Any], former: Sequence[Changes]) -> Iterator[str]:
@@ -114,13 +110,7 @@ Trained by reinforcement learning from verifiable rewards with grpocli {__versio
 
 | | |
 |---|---|
-| started from | {{base}} |
-| algorithm | `{{algorithm}}` |
-| task | `{{task}}` |
-| rewards | {{rewards}} |
-| steps | {{steps}} |
-| held-out accuracy at temperature 1 | {{before}} before, {{after}} after |
-| held-out accuracy, greedy | {{greedy_before}} before, {{greedy_after}} after |
+{{rows}}
 {{incomparable}}
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -147,27 +137,28 @@ def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
     base = named if "${" in named else _hub_name(named) or _hub_name(base) or Path(base).name
     known = REPO.fullmatch(base) is not None
     why = str(summary.get("eval/incomparable", ""))
-    shares = {
-        name: "not measured" if (value := summary.get(key)) is None else f"{value:.3f}"
-        for name, key in (
-            ("before", "eval/accuracy_before"),
-            ("after", "eval/accuracy"),
-            ("greedy_before", "eval/accuracy_greedy_before"),
-            ("greedy_after", "eval/accuracy_greedy"),
-        )
+    rows = {
+        "started from": f"`{base}`" if known or "model" not in choices else f"`{choices['model']}` (`{base}`)",
+        "algorithm": f"`{choices.get('algorithm', 'unknown')}`",
+        "task": f"`{choices.get('task', 'unknown')}`",
+        "rewards": ", ".join(f"`{name}`" for name in run.section("reward")) or "none",
+        "steps": summary["steps"],
+        "held-out accuracy at temperature 1": _change(summary, "eval/accuracy"),
+        "held-out accuracy, greedy": _change(summary, "eval/accuracy_greedy"),
     }
     return CARD.format(
         front=_front_matter(run, base if known else None, summary),
         name=run_dir.name,
-        base=f"`{base}`" if known or "model" not in choices else f"`{choices['model']}` (`{base}`)",
-        algorithm=choices.get("algorithm", "unknown"),
-        task=choices.get("task", "unknown"),
-        rewards=", ".join(f"`{name}`" for name in run.section("reward")) or "none",
-        steps=summary["steps"],
+        rows="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
         incomparable=f"\n{why[0].upper()}{why[1:]}.\n" if why else "",
         config=Publisher.of(run.config, run_dir.path)(run_dir.config.read_text().strip()),
-        **shares,
     )
+
+
+def _change(summary: Mapping[str, Any], key: str) -> str:
+    values = [summary.get(name) for name in (f"{key}_before", key)]
+    before, after = ("not measured" if value is None else f"{value:.3f}" for value in values)
+    return f"{before} before, {after} after"
 
 
 def _front_matter(run: SavedRun, base: str | None, summary: Mapping[str, Any]) -> str:
@@ -175,6 +166,8 @@ def _front_matter(run: SavedRun, base: str | None, summary: Mapping[str, Any]) -
     from huggingface_hub import EvalResult, ModelCardData
 
     task = run.choices.get("task", "unknown")
+    paths = [str(path) for key, path in run.flat.items() if key.startswith("task.") and key.endswith(".path")]
+    datasets = [path for path in dict.fromkeys(paths) if REPO.fullmatch(path) and not Path(path).exists()]
     measured = {"temperature 1": summary.get("eval/accuracy"), "greedy": summary.get("eval/accuracy_greedy")}
     results = [
         EvalResult(
@@ -190,7 +183,7 @@ def _front_matter(run: SavedRun, base: str | None, summary: Mapping[str, Any]) -
     ]
     data = ModelCardData(
         base_model=base,
-        datasets=_datasets(run.config.get("task")) or None,
+        datasets=datasets or None,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["grpocli", "grpo", "reinforcement-learning"],
@@ -206,12 +199,3 @@ def _hub_name(name: str) -> str:
         return ""
     place = hub_path(name, "model.path") if name.startswith("hub:") else None
     return place.repo if place else name if REPO.fullmatch(name) else ""
-
-
-def _datasets(task: Any) -> list[str]:
-    """The data sets on the hub that a task, or the tasks of a mixture, read."""
-    if not isinstance(task, Mapping):
-        return []
-    path = str(task.get("path"))
-    own = [path] if REPO.fullmatch(path) and not Path(path).exists() else []
-    return list(dict.fromkeys([*own, *(name for part in task.values() for name in _datasets(part))]))

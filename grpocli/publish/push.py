@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 import shlex
-import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli.composition.compose import register_parts
-from grpocli.errors import ConfigError, GrpoError
+from grpocli.errors import ConfigError
 from grpocli.hub import PUSH_KEY, check_may_push, hub_api, hub_errors
 from grpocli.plugins import hook
 from grpocli.processes.threads import run_in_thread
@@ -88,13 +87,10 @@ class Pusher:
         return f"{self.api.endpoint}/{self.repo}"
 
     def push_checkpoint(self, step: int) -> None:
-        """Push a checkpoint, with the texts that a resume needs, and delete those that the run has deleted."""
+        """Push a checkpoint, with the texts that a resume needs."""
         with hub_errors(self.key, self.repo):
-            files = self.api.list_repo_files(self.repo, revision=self.hub.revision)
-            pushed = {path.split("/")[1] for path in files if path.startswith("checkpoints/")}
-            gone = sorted(pushed - {path.name for path in self._kept()})
             folder = self.run_dir.checkpoint(step)
-            self._commit(f"grpocli: {folder.name}", self._checkpoint(folder), gone)
+            self._commit(f"grpocli: {folder.name}", self._checkpoint(folder))
 
     def _text(self, file: Path) -> Path | bytes:
         """A file as a public text; if that changes nothing, the file itself."""
@@ -119,16 +115,22 @@ class Pusher:
             files["report.html"] = self.public(made_page([self.run_dir.path], made=made)).encode()
         return files
 
-    def _commit(self, message: str, files: Files, gone: Sequence[str] = ()) -> None:
-        """Commit files with the run's texts, and delete checkpoints."""
+    def _commit(self, message: str, files: Files) -> None:
+        """Commit files with the run's texts, and delete the checkpoints that the run has deleted."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         # rollouts belong to this model: they are no data set of their own
         warnings.filterwarnings("ignore", message="It seems that you are about to commit a data file")
         texts = {name: self._text(file) for name in TEXTS if (file := self.run_dir.path / name).is_file()}
         added = [CommitOperationAdd(*one) for one in {**texts, **files}.items()]
-        deleted = [CommitOperationDelete(f"checkpoints/{name}/", is_folder=True) for name in gone]
+        deleted = [CommitOperationDelete(f"checkpoints/{name}/", is_folder=True) for name in self._gone()]
         self.api.create_commit(self.repo, [*added, *deleted], commit_message=message, revision=self.hub.revision)
+
+    def _gone(self) -> list[str]:
+        """The pushed checkpoints that the run has deleted; none if it has no checkpoint at all."""
+        kept = {path.name for path in (self._kept() if self.hub.checkpoints else ())}
+        there = self.api.list_repo_files(self.repo, revision=self.hub.revision) if kept else []
+        return sorted({path.split("/")[1] for path in there if path.startswith("checkpoints/")} - kept)
 
     def _kept(self) -> list[Path]:
         """The run's checkpoints. Imported here, as torch comes with them."""
@@ -165,53 +167,44 @@ def refuse_other_run(key: str, hub: Hub, run_dir: RunDir) -> None:
 
 
 class CheckpointPushes:
-    """Pushes checkpoints in a thread, one after another, while the run goes on. A failure is a warning.
+    """Pushes checkpoints in a thread while the run goes on. A failure is a warning.
 
-    Of several that wait, only the newest is pushed.
+    A checkpoint that is saved during a push is left to a later one.
     """
 
     def __init__(self, pusher: Pusher, warn: Callable[[str], None]) -> None:
         self._pusher, self._warn = pusher, warn
-        self._lock = threading.Lock()
-        self._due = 0
         self._pushing: Future[None] | None = None
+        self._saved = self._pushed = 0
         self._failed = False
 
     def add(self, step: int) -> None:
         """Push the checkpoint after a step, which is whole."""
-        with self._lock:
-            self._due = step
-            if self._pushing is None:
-                self._pushing = run_in_thread(self._work, "push")
+        self._saved = step
+        if self._pushing is None or self._pushing.done():
+            self._pushing = run_in_thread(lambda: self._push(step), "push")
 
     def close(self, timeout: float) -> None:
-        """Wait for the pushes, at most `timeout` seconds."""
-        if (pushing := self._pushing) and not wait([pushing], timeout).done:
+        """Wait until the last checkpoint is pushed, at most `timeout` seconds."""
+        end = time.monotonic() + timeout
+        if self._pushing and wait([self._pushing], timeout).done and self._pushed < self._saved and not self._failed:
+            self.add(self._saved)
+        if self._pushing and wait([self._pushing], max(0.0, end - time.monotonic())).not_done:
             self._warn(f"the last checkpoint is not pushed yet: {self._remedy()}")
 
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                step, self._due = self._due, 0
-                if not step:
-                    self._pushing = None
-                    return
-            try:
-                self._pusher.push_checkpoint(step)
-                logger.info("pushed the checkpoint of step %d", step)
-            except Exception as error:
-                logger.exception("the checkpoint of step %d was not pushed", step)
-                if not self._failed and self._pusher.run_dir.checkpoint(step).is_dir():  # else the run has deleted it
-                    self._warn(f"the checkpoint of step {step} is not pushed: {reason(error)}; {self._remedy()}")
-                    self._failed = True
+    def _push(self, step: int) -> None:
+        try:
+            self._pusher.push_checkpoint(step)
+            self._pushed = step
+            logger.info("pushed the checkpoint of step %d", step)
+        except Exception as error:
+            logger.exception("the checkpoint of step %d was not pushed", step)
+            if not self._failed and self._pusher.run_dir.checkpoint(step).is_dir():  # otherwise the run has deleted it
+                self._warn(f"the checkpoint of step {step} is not pushed: {error}; {self._remedy()}")
+                self._failed = True
 
     def _remedy(self) -> str:
-        return f"the run goes on, and later pushes it with: {push_command(self._pusher.run_dir, self._pusher.hub)}"
-
-
-def reason(error: BaseException) -> str:
-    """Why a push failed, for a sentence."""
-    return str(error) if isinstance(error, GrpoError) else f"{type(error).__name__}: {error}"
+        return f"the run goes on, and later pushes it with: {push_command(self._pusher.run_dir)}"
 
 
 def push_finished(hub: Hub, run_dir: RunDir, view: View) -> None:
@@ -224,16 +217,14 @@ def push_finished(hub: Hub, run_dir: RunDir, view: View) -> None:
         why = f"no end after hub.timeout={hub.timeout:g} seconds"
     elif error := pushing.exception():
         logger.error("the push failed", exc_info=error)
-        why = reason(error)
+        why = str(error)
     else:
         logger.info("pushed to %s", pushing.result())
         view.note(f"pushed to {pushing.result()}")
         return
-    view.warn(f"not pushed: {why}; the run is whole, push it with: {push_command(run_dir, hub)}")
+    view.warn(f"not pushed: {why}; the run is whole, push it with: {push_command(run_dir)}")
 
 
-def push_command(run_dir: RunDir, hub: Hub) -> str:
+def push_command(run_dir: RunDir) -> str:
     """The command that pushes a run as its config asks."""
-    options = f" --revision {shlex.quote(hub.revision)}" if hub.revision else ""
-    options += " --checkpoints" if hub.checkpoints else ""
-    return f"grpocli push {shlex.quote(str(run_dir.path))} --to {hub.push}{options}"
+    return f"grpocli push {shlex.quote(str(run_dir.path))}"

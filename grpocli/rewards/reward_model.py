@@ -55,7 +55,7 @@ class RewardModel(BaseReward):
         return self.path
 
     def check_ready(self) -> None:
-        check_folder(KEY, self.path, self.revision)
+        check_folder(KEY, self.path)
 
     def check(self, columns: Sequence[str]) -> None:
         _ = self._classifier  # loads it

@@ -50,9 +50,9 @@ class SavedRun:
         """
         check_is_run(self.path, f"RUN {self.path}")
         read = SavedRun(self.path)
-        for _ in (read.config, read.summary):
-            if read.problems:
-                raise ConfigError(read.problems[0], key="RUN", value=self.path)
+        _ = read.config, read.summary
+        if read.problems:
+            raise ConfigError(read.problems[0], key="RUN", value=self.path)
         read_metrics(self.dir.metrics)
         return self
 
@@ -60,7 +60,7 @@ class SavedRun:
         """What `read` returns; `empty`, and a problem, if the file of this name is broken."""
         try:
             return read()
-        except (OSError, ValueError):
+        except (LookupError, OSError, TypeError, ValueError):
             self.problems.append(f"{name} is broken")
             return empty
 
@@ -98,15 +98,6 @@ class SavedRun:
         return [str(text) for text in typed] if isinstance(typed, list) else []
 
     @cached_property
-    def hydra_choices(self) -> Mapping[str, Any]:
-        """The choices of the first start, as Hydra saved them; empty if its file is missing or broken."""
-        file = self.path / ".hydra" / "hydra.yaml"
-        node: Any = self._read("hydra.yaml", lambda: yaml_text.load(file.read_text()), {}) if file.is_file() else {}
-        for name in ("hydra", "runtime", "choices"):
-            node = node.get(name) if isinstance(node, dict) else None
-        return node if isinstance(node, dict) else {}
-
-    @cached_property
     def choices(self) -> dict[str, str]:
         """{group: choice}: see `choices_of`."""
         return self.choices_of(self.config)
@@ -116,7 +107,13 @@ class SavedRun:
 
         Nested groups (`algorithm/kl`) are included only if Hydra's file can be read.
         """
-        if saved := self.hydra_choices:
+        file = self.path / ".hydra" / "hydra.yaml"
+        saved: dict[str, Any] = {}
+        if file.is_file():
+            saved = self._read(
+                "hydra.yaml", lambda: yaml_text.load(file.read_text())["hydra"]["runtime"]["choices"], {}
+            )
+        if saved:
             choices = {
                 name.partition("@")[0]: "+".join(map(str, choice)) if isinstance(choice, list) else str(choice)
                 for name, choice in saved.items()

@@ -235,7 +235,7 @@ class Recorder:
             self.view.note(f"the run ends after step {step}: {reason}")
 
     def finish_pushes(self, timeout: float) -> None:
-        """Wait for the pushes of checkpoints, at most `timeout` seconds."""
+        """Wait for the push of a checkpoint, at most `timeout` seconds."""
         if self.pushes:
             self.view.stage("pushing the last checkpoint to the hub")
             self.pushes.close(timeout)

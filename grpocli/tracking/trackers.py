@@ -18,31 +18,18 @@ from grpocli.runs.metrics import to_json
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TrackerArguments:
-    """The arguments of one of accelerate's trackers."""
-
-    module: str
-    """The module that it needs."""
-    pip: str
-    """The package to install."""
-    name: str | None = None
-    """Its keyword argument for the run's name; None if it has none."""
-    folder: str | None = None
-    """Its keyword argument for the run's folder."""
-
-
-TRACKERS = {
-    "tensorboard": TrackerArguments("tensorboard", "tensorboard"),
-    "wandb": TrackerArguments("wandb", "wandb", name="name", folder="dir"),
-    "trackio": TrackerArguments("trackio", "trackio", name="name"),
-    "comet_ml": TrackerArguments("comet_ml", "comet-ml"),
-    "aim": TrackerArguments("aim", "aim"),
-    "mlflow": TrackerArguments("mlflow", "mlflow-skinny sqlalchemy alembic", name="run_name"),
-    "clearml": TrackerArguments("clearml", "clearml", name="task_name"),
-    "dvclive": TrackerArguments("dvclive", "dvclive", folder="dir"),
-    "swanlab": TrackerArguments("swanlab", "swanlab", name="experiment_name", folder="logdir"),
+TRACKERS: dict[str, dict[str, str]] = {
+    "tensorboard": {},
+    "wandb": {"name": "name", "folder": "dir"},
+    "trackio": {"name": "name"},
+    "comet_ml": {},
+    "aim": {},
+    "mlflow": {"name": "run_name"},
+    "clearml": {"name": "task_name"},
+    "dvclive": {"folder": "dir"},
+    "swanlab": {"name": "experiment_name", "folder": "logdir"},
 }
+"""{accelerate's name of a tracker and its package: its keyword arguments for the run's name and for a folder}."""
 
 
 @part("tracker", "none")
@@ -69,9 +56,8 @@ class Accelerate:
 
     def check_ready(self) -> None:
         """Raise ConfigError if its package is not installed. Imports nothing."""
-        arguments = TRACKERS[self.kind]
-        if find_spec(arguments.module) is None:
-            raise ConfigError(f"it is not installed: pip install {arguments.pip}", key="tracker", value=self.kind)
+        if find_spec(self.kind) is None:
+            raise ConfigError(f"it is not installed: pip install {self.kind}", key="tracker", value=self.kind)
 
     def start(self, name: str, folder: Path, config: Any, done: int = 0) -> AccelerateTracker | None:
         """Start the tracker. Raises ConfigError if it fails (not installed, no account, wrong options ...).
@@ -82,15 +68,16 @@ class Accelerate:
         with config_errors(Exception, why=raised, key="tracker", value=self.kind):
             tracker = self._make(name, folder, done)
             tracker.start()
-            tracker.store_init_configuration(as_plain(config))
+            values = leaves(config, lists=False)  # lists and nulls as text, because some dashboards take nothing else
+            kinds = int | float | str | bool
+            tracker.store_init_configuration({key: v if isinstance(v, kinds) else str(v) for key, v in values})
         return AccelerateTracker(tracker, self.kind)
 
     def _make(self, name: str, folder: Path, done: int) -> Any:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        arguments = TRACKERS[self.kind]
-        known = {arguments.name: name, arguments.folder: str(folder / self.kind)}
-        options = {key: value for key, value in known.items() if key is not None} | self.options
+        known = {"name": name, "folder": str(folder / self.kind)}
+        options = {key: known[what] for what, key in TRACKERS[self.kind].items()} | self.options
         make = LOGGER_TYPE_TO_CLASS[self.kind]
         if self.kind == "tensorboard":  # it names runs by folder
             return make("tensorboard", logging_dir=str(folder), **{"purge_step": done and done + 1} | options)
@@ -111,7 +98,10 @@ class AccelerateTracker:
         self._failing = False
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        self._call(f"step {step} could not be logged", lambda: self._tracker.log(numbers(metrics), step=step))
+        """Log the finite numbers. Their names have `_at_` for `@`, which MLflow refuses."""
+        plain = {name.replace("@", "_at_"): to_json(value) for name, value in metrics.items()}
+        numbers = {name: value for name, value in plain.items() if isinstance(value, int | float)}
+        self._call(f"step {step} could not be logged", lambda: self._tracker.log(numbers, step=step))
 
     def finish(self) -> None:
         self._call("it could not be closed", self._tracker.finish)
@@ -125,15 +115,3 @@ class AccelerateTracker:
             if not self._failing:
                 logger.exception("tracker=%s: %s", self._kind, problem)
             self._failing = True
-
-
-def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers among the metrics. Names have `_at_` for `@`, which MLflow refuses."""
-    plain = {name.replace("@", "_at_"): to_json(value) for name, value in metrics.items()}
-    return {name: value for name, value in plain.items() if isinstance(value, int | float)}
-
-
-def as_plain(config: Any) -> dict[str, Any]:
-    """A config by dotted key, with lists and nulls as text, because some dashboards take nothing else."""
-    values = leaves(config, lists=False)
-    return {key: value if isinstance(value, int | float | str | bool) else str(value) for key, value in values}

@@ -9,7 +9,7 @@ import atexit
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any
 
 from rich.live import Live
@@ -88,11 +88,6 @@ def _cell(name: str, value: Any, before: Any) -> RenderableType:
     return row
 
 
-def _sample_height(sample: ShownCompletion | None, width: int, room: int) -> int:
-    """Lines of text in the panel of the completion: a third of the screen; 0 on a small one."""
-    return 0 if sample is None or room < 14 or width < 30 else min(12, room // 3)
-
-
 def sample_panel(console: Console, sample: ShownCompletion, width: int, height: int) -> RenderableType:
     """The ends of prompt and completion and the reference answer, in at most `height` lines."""
     inner = width - 4
@@ -118,18 +113,6 @@ def _tail(console: Console, text: str, width: int, height: int, style: str) -> l
         lines = lines[-height:]
         lines[0] = Line("… ", style=style) + lines[0]
     return lines
-
-
-@dataclass(frozen=True, slots=True)
-class ViewState:
-    """What the live view shows, with cleaned texts. Immutable, because another thread draws it."""
-
-    title: str = ""
-    metrics: Mapping[str, Any] | None = None
-    before: Mapping[str, Any] | None = None
-    rewards: tuple[float, ...] = ()
-    sample: ShownCompletion | None = None
-    over: bool = False
 
 
 class StatusView(ProgressView):
@@ -163,28 +146,31 @@ class LiveView(StatusView):
     transient = False
 
     def __init__(self, console: Console) -> None:
-        self._shown = ViewState()
+        # another thread draws these, so they are replaced and not changed
+        self._title, self._over = "", False
+        self._metrics: Mapping[str, Any] = {}
+        self._before: Mapping[str, Any] = {}
+        self._rewards: tuple[float, ...] = ()
+        self._sample: ShownCompletion | None = None
         super().__init__(console)
 
     def start(self, title: str, plan: Sequence[str], total_steps: int) -> None:
-        self._show(title=one_line(title))
+        self._title = one_line(title)
         super().start(title, plan, total_steps)
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._pace.step(step, metrics.get("time/step"))
+        self._before, self._metrics = self._metrics, dict(metrics)
         reward = metrics.get("reward")
-        known = isinstance(reward, int | float) and reward == reward
-        rewards = (*self._shown.rewards, float(reward)) if known else self._shown.rewards  # type: ignore[arg-type]
-        self._show(metrics=dict(metrics), before=self._shown.metrics, rewards=rewards)
+        if isinstance(reward, int | float) and reward == reward:
+            self._rewards = (*self._rewards, float(reward))
 
     def sample(self, sample: ShownCompletion) -> None:
-        self._show(
-            sample=replace(
-                sample,
-                prompt=clean(prompt_text(sample.prompt)),
-                completion=clean(sample.completion),
-                answer=None if sample.answer is None else one_line(sample.answer),
-            )
+        self._sample = replace(
+            sample,
+            prompt=clean(prompt_text(sample.prompt)),
+            completion=clean(sample.completion),
+            answer=None if sample.answer is None else one_line(sample.answer),
         )
 
     def warn(self, text: str) -> None:
@@ -193,50 +179,45 @@ class LiveView(StatusView):
     def stop(self, last_line: str = "") -> None:
         if self._live.is_started:
             self._stage.begin(last_line or ("done" if self._pace.finished else "stopped"))
-            self._show(over=True)
+            self._over = True
         super().stop()
 
-    def _show(self, **changes: Any) -> None:
-        self._shown = replace(self._shown, **changes)
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        shown, width = self._shown, options.max_width
+        sample, metrics, width = self._sample, self._metrics, options.max_width
         room = console.size.height - FIXED
-        if shown.metrics is not None:
-            body = _sample_height(shown.sample, width, room)
-            if shown.sample is not None and body:
-                yield sample_panel(console, shown.sample, width, body)
-            room -= body + 2 if body else 0
-            yield from metrics_table(shown.metrics, shown.before or {}, width, room)
-            yield reward_line(shown.rewards, width)
+        if sample and room >= 14 and width >= 30:
+            body = min(12, room // 3)
+            yield sample_panel(console, sample, width, body)
+            room -= body + 2
+        if metrics:
+            yield from metrics_table(metrics, self._before, width, room)
+            yield reward_line(self._rewards, width)
         yield self._progress(width)
-        yield self._last_line(console)
+        if self._over:
+            text = self._stage.text
+            yield Line(text, style="green" if text == "done" else "yellow", no_wrap=True)
+        else:
+            yield stage_line(self._stage, self._spinner, console)
 
     def _progress(self, width: int) -> RenderableType:
-        shown, pace = self._shown, self._pace
+        pace = self._pace
         row = Table.grid(padding=(0, 1), expand=True)
         row.add_column(no_wrap=True, style="bold")
         row.add_column(ratio=1)
         row.add_column(no_wrap=True, justify="right")
         done = pace.done / pace.total if pace.total else 0.0
-        name = f"{shown.title}  {pace.count}" if width >= 76 and shown.title else pace.count
-        left = "" if shown.over or pace.left is None else f"{format_duration(pace.left)} left"
+        name = f"{self._title}  {pace.count}" if width >= 76 and self._title else pace.count
+        left = "" if self._over or pace.left is None else f"{format_duration(pace.left)} left"
         with_speed = pace.seconds_a_step is not None and (width >= 44 or not left)
         speed = f"{format_number(pace.seconds_a_step)} s/step" if with_speed else ""
         times = Line(", ".join(filter(None, (speed, left))), style="cyan")
         row.add_row(Line(name), ProgressBar(total=1.0, completed=done), times)
         return row
 
-    def _last_line(self, console: Console) -> RenderableType:
-        text = self._stage.text
-        if self._shown.over:
-            return Line(text, style="green" if text == "done" else "yellow", no_wrap=True)
-        return stage_line(self._stage, self._spinner, console)
 
-
-def make_view(is_terminal: bool | None = None) -> View:
-    """A live view in a terminal, plain lines elsewhere. is_terminal: None to look at standard output."""
-    return _view(sys.stdout, LiveView, is_terminal)
+def make_view() -> View:
+    """A live view if standard output is a terminal, plain lines elsewhere."""
+    return _view(sys.stdout, LiveView)
 
 
 def status_view() -> View:
@@ -244,10 +225,9 @@ def status_view() -> View:
     return _view(sys.stderr, StatusView)
 
 
-def _view(file: IO[str], in_terminal: type[StatusView], is_terminal: bool | None = None) -> View:
+def _view(file: IO[str], in_terminal: type[StatusView]) -> View:
     from rich.console import Console
 
     console = Console(file=file)
     # not rich's check, which takes a file for a terminal if FORCE_COLOR is set
-    is_terminal = file.isatty() if is_terminal is None else is_terminal
-    return in_terminal(console) if is_terminal and not console.is_dumb_terminal else plain_view(file)
+    return in_terminal(console) if file.isatty() and not console.is_dumb_terminal else plain_view(file)

@@ -82,12 +82,9 @@ def test_a_pushed_model_starts_a_run_and_is_evaluated(hub: StandInHub, grpocli: 
     commit = hub.repos["me/new"].branches["main"]
     rest = [one for one in RUN if not one.startswith("model.")]
     small = ["train.steps=1", "rollout.max_prompt_tokens=32", "rollout.max_completion_tokens=8"]
-    for number, path in enumerate((f"hub:me/new@{commit}", "hub:me/new/checkpoints/step_000001")):
-        start = [f"model.path={path}", *rest, *small]
-        assert run_here("train", *start, f"hydra.run.dir=b{number}") == 0
-        assert metrics(Path(f"b{number}"))[0]["step"] == 1
-    card = Path("b0", "model", "README.md").read_text()
-    assert "base_model: me/new" in card
+    assert run_here("train", f"model.path=hub:me/new@{commit}", *rest, *small, "hydra.run.dir=b") == 0
+    assert metrics(Path("b"))[0]["step"] == 1
+    assert "base_model: me/new" in Path("b", "model", "README.md").read_text()
     teacher = ["algorithm/kl=reverse", f"algorithm.kl.model=hub:me/new@{commit}", "algorithm.kl.beta=0.1"]
     assert run_here("train", f"model.path=hub:me/new@{commit}", *rest, *small, *teacher, "hydra.run.dir=c") == 0
     code, out, err = grpocli("eval", f"model=hub:me/new@{commit}", "engine=fake", "--problems", "2", "--samples", "1")

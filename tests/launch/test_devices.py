@@ -35,8 +35,6 @@ EIGHT = [str(i) for i in range(8)]
         (Single(), Vllm(), ["0"], ["0"], ["0"]),
         (Single(), Vllm(tensor_parallel=8), EIGHT, EIGHT, EIGHT),
         (Single(train_devices=4, rollout_devices=4), Vllm(replicas=4), EIGHT, EIGHT[:4], EIGHT[4:]),
-        (Single(train_devices=[6, 7]), Vllm(), EIGHT, ["6", "7"], ["5"]),
-        (Single(train_devices=[0, 1], rollout_devices=[1]), Vllm(), EIGHT, ["0", "1"], ["1"]),
         (Single(), Vllm(), ["GPU-a", "GPU-b"], ["GPU-a"], ["GPU-b"]),
     ],
 )
@@ -54,9 +52,8 @@ def test_gpus_are_split_between_training_and_serving(
     [
         (Single(), Vllm(replicas=3, tensor_parallel=4), "engine.replicas"),
         (Single(train_devices=9), Vllm(), "hardware.train_devices"),
-        (Single(train_devices=[8]), Vllm(), "hardware.train_devices"),
         (Single(rollout_devices=1), Vllm(replicas=2), "hardware.rollout_devices"),
-        (Single(rollout_devices=[3]), Transformers(), "hardware.rollout_devices"),
+        (Single(rollout_devices=3), Transformers(), "hardware.rollout_devices"),
         (Single(processes=9), Transformers(), "hardware.processes"),
         (Single(processes=8), Vllm(), "hardware.processes"),
     ],
@@ -85,9 +82,9 @@ def test_a_node_must_have_the_configured_gpus(monkeypatch: pytest.MonkeyPatch) -
     assert devices_of(Multinode(devices_per_node=2), Vllm()) == Devices(2)
 
 
-@pytest.mark.parametrize("value", ["0", "[]", "[0,0]", "some", "true"])
+@pytest.mark.parametrize("value", ["0", "[0,1]", "some", "true"])
 def test_invalid_devices_are_refused(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"hardware\.train_devices=.*: give auto, how many GPUs, or a list"):
+    with pytest.raises(ConfigError, match=r"hardware\.train_devices=.*: give auto, or how many GPUs"):
         build_run(compose([f"hardware.train_devices={value}"]))
 
 

@@ -37,14 +37,13 @@ def upload(name: str, *files: str) -> None:
     ("text", "place"),
     [
         ("hub:a/b", HubPath("a/b")),
-        ("hub:a-1/b.c_2@refs/pr/1", HubPath("a-1/b.c_2", "", "refs/pr/1")),
-        ("hub:a/b/checkpoints/step_000002@x", HubPath("a/b", "checkpoints/step_000002", "x")),
+        ("hub:a-1/b.c_2@refs/pr/1", HubPath("a-1/b.c_2", "refs/pr/1")),
         ("/models/hub:a", None),
     ],
 )
 def test_a_place_on_the_hub_is_read(text: str, place: HubPath | None) -> None:
     assert hub_path(text, "model.path") == place
-    for other in ("hub:", "hub:a", "hub:a/b@", "hub:a/../b", "hub:a/b c"):
+    for other in ("hub:", "hub:a", "hub:a/b@", "hub:a/b/c", "hub:a/b c"):
         with pytest.raises(ConfigError) as refused:
             hub_path(other, "model.path")
         assert refused.value.key == "model.path"
@@ -70,8 +69,6 @@ def test_a_missing_model_is_refused_in_a_sentence(hub: StandInHub, name: str) ->
     with pytest.raises(ConfigError) as caught:
         HuggingFace(path=name).prepare()
     assert (caught.value.key, caught.value.value, "\n" in str(caught.value)) == ("model.path", name, False)
-    with pytest.raises(ConfigError, match="names a revision"):
-        HuggingFace(path="hub:me/new@a", revision="b").prepare()
 
 
 def test_pickled_weights_are_not_taken(hub: StandInHub) -> None:

@@ -13,11 +13,10 @@ import pytest
 import yaml
 from stand_in_hub import Repo, StandInHub, serving
 
-from grpocli import hub as hub_of_grpocli
 from grpocli.composition.compose import register_parts
 from grpocli.config.schema import Hub
 from grpocli.errors import ConfigError
-from grpocli.hub import why_unreachable
+from grpocli.hub import check_may_push, why_unreachable
 from grpocli.publish.published import Publisher
 from grpocli.publish.push import Pusher
 from grpocli.runs.run_dir import RunDir
@@ -56,7 +55,7 @@ def use_hub(server: StandInHub, monkeypatch: pytest.MonkeyPatch, folder: Path) -
 
 def forget_hub() -> None:
     why_unreachable.cache_clear()
-    hub_of_grpocli._checked.cache_clear()
+    check_may_push.cache_clear()
 
 
 @pytest.fixture
@@ -174,7 +173,7 @@ def test_a_hub_that_does_not_say_what_it_holds_is_not_pushed_to(
     [
         ("hf_reader_token", "the token may not do this"),
         ("hf_nobody_token", "does not accept the token"),
-        ("", "needs a token of the hub"),
+        ("", "wants one: export HF_TOKEN"),
     ],
 )
 def test_a_token_that_may_not_write_is_refused_in_a_sentence(

@@ -12,7 +12,6 @@ from grpocli.runs.saved_run import SavedRun
 from grpocli.runs.sessions import (
     Session,
     add_session,
-    format_value,
     incomparable_since,
     steps_by_session,
 )
@@ -60,12 +59,3 @@ def test_broken_lines_are_ignored(tmp_path: Path) -> None:
     saved = SavedRun(tmp_path)
     assert [one.step for one in saved.sessions] == [0]
     assert (saved.id, saved.problems) == ("abc", ["sessions.jsonl: line 1, 2, 3 cannot be read"])
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(1e-6, "1e-06"), (None, "null"), (True, "true"), ("a\nb\x1b[31m", "a b"), ([1, "x"], "[1,x]"), (7, "7")],
-)
-def test_values_are_shown_on_one_line(value: Any, text: str) -> None:
-    assert format_value(value) == text
-    assert len(format_value("x" * 1000)) < 200

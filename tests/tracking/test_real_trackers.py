@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import subprocess
 import sys
@@ -41,13 +40,6 @@ def test_wandb_offline(tmp_path: Path) -> None:
     assert text.count(b"eval/pass_at_2") >= 3
     assert b"0.75" in text
     assert b"note" not in text
-
-
-def test_trackio(tmp_path: Path) -> None:
-    logged("trackio", tmp_path, TRACKIO_DIR=str(tmp_path / "trackio"))
-    with sqlite3.connect(tmp_path / "trackio" / "mine.db") as database:
-        rows = database.execute("select run_name, step, metrics from metrics order by step").fetchall()
-    assert [(name, json.loads(metrics)["reward"]) for name, _, metrics in rows] == [("run", n / 4) for n in (1, 2, 3)]
 
 
 @pytest.mark.survival

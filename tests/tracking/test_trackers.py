@@ -34,7 +34,7 @@ def test_every_tracker_of_accelerate_has_a_name_here(all_installed: None) -> Non
 
 def test_a_missing_tracker_package_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"^tracker=comet_ml: it is not installed: pip install comet-ml$"):
+    with pytest.raises(ConfigError, match=r"^tracker=comet_ml: it is not installed: pip install comet_ml$"):
         Accelerate(kind="comet_ml").check_ready()
     with pytest.raises(ConfigError, match=r"^tracker=aim: it is not installed: pip install aim$"):
         Accelerate(kind="aim").start("run", tmp_path, {})

@@ -183,10 +183,11 @@ def test_a_terminal_that_cannot_be_redrawn_gets_lines(
 ) -> None:
     monkeypatch.setenv("TERM", term)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    view = make_view(is_terminal=True)
+    assert type(make_view()) is PlainView  # a test's output is not a terminal, even with FORCE_COLOR
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    view = make_view()
     view.stop()
     assert type(view) is kind
-    assert type(make_view()) is PlainView  # a test's output is not a terminal, even with FORCE_COLOR
 
 
 def test_a_full_disk_below_standard_output_does_not_end_a_run(caplog: pytest.LogCaptureFixture) -> None:
