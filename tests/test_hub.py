@@ -45,11 +45,6 @@ def test_the_hub_s_libraries_are_switched_to_offline_mode(closed: str) -> None:
     assert closed in str(caught.value)
 
 
-def test_offline_mode_skips_the_check(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert why_unreachable() == ""
-
-
 def test_a_slow_hub_is_reachable(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpocli.hub.READ_SECONDS", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -55,7 +55,3 @@ def test_process_state_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         sys.argv = ["grpocli train"]
         logging.root.setLevel(level + 1)
     assert (dict(os.environ), Path.cwd(), sys.argv, logging.root.level) == (before, folder, argv, level)
-
-
-def test_every_test_and_every_file_is_isolated(request: pytest.FixtureRequest) -> None:
-    assert {"each_test_is_isolated", "each_file_is_isolated"} <= set(request.fixturenames)

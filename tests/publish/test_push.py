@@ -92,16 +92,9 @@ def test_a_run_is_pushed_with_its_model_at_the_root(hub: StandInHub, run: RunDir
     repo = hub.repos["me/new"]
     assert repo.private
     files = repo.files("main") or {}
-    texts = {
-        "README.md",
-        "config.json",
-        "config.yaml",
-        "metrics.jsonl",
-        "report.html",
-        "sessions.jsonl",
-        "summary.json",
-    }
-    assert files.keys() - {".gitattributes"} == texts | {"model.safetensors", "rollouts/step_000001.parquet"}
+    texts = {"README.md", "config.yaml", "metrics.jsonl", "report.html", "sessions.jsonl", "summary.json"}
+    model = {"config.json", "model.safetensors"}
+    assert files.keys() - {".gitattributes"} == texts | model | {"rollouts/step_000001.parquet"}
     assert files["model.safetensors"] == (run.model / "model.safetensors").read_bytes()
     assert b'load("me/new")' in files["README.md"]
 
