@@ -121,11 +121,13 @@ class Worker:
 
     def end(self, grace: float = 0.0) -> None:
         """End the process, and kill it after `grace` seconds. No other thread may be using it."""
-        self._socket.close()  # which ends it, after its exit handlers
+        with contextlib.suppress(OSError):  # it is dead
+            self._socket.shutdown(socket.SHUT_WR)  # which ends it, after its exit handlers
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace)
         self.kill()
         self.process.wait()
+        self._socket.close()
 
     def kill(self) -> None:
         """Kill the process and what it has started."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import re
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -175,10 +177,29 @@ def test_output_and_environment_are_those_of_the_run(
     made = reward("prints")
     assert made([sample("a"), sample("b")]) == [1.0, 1.0]
     made.close()
+    assert {"to stdout", "to stderr", "at the end"} <= set(all_output(capsys).splitlines())
+
+
+def all_output(capsys: pytest.CaptureFixture[str]) -> str:
+    """What workers have printed that have ended."""
     for thread in threading.enumerate():
         if thread.name == "worker output":
             thread.join(30)
-    assert {"to stdout", "to stderr", "at the end"} <= set(capsys.readouterr().err.splitlines())
+    return capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_a_process_that_replaces_another_says_if_it_runs_another_file(
+    reward, sample, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = reward("counts")
+    _, pid = made([sample("a")] * 2)
+    path = Path(made.function.rpartition(":")[0])
+    os.utime(path, (time.time() + 10,) * 2)
+    os.kill(int(pid), signal.SIGKILL)
+    assert made([sample("a")] * 2)[0] == 1.0
+    made.close()
+    assert "mine.py:counts has changed since the run began" in all_output(capsys)
 
 
 ATTACKS = {

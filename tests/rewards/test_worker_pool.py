@@ -148,6 +148,14 @@ def test_workers_persist_between_calls_and_dead_ones_are_replaced(probes) -> Non
     assert second != first
 
 
+def test_a_worker_that_reads_nothing_misses_its_deadline(probes) -> None:
+    """Also with more input than the connection holds."""
+    pool = probes(seconds=0.5, workers=1)
+    (worker,) = pool.map([["pid"]])
+    os.kill(int(worker), signal.SIGSTOP)
+    assert pool.map([["x" * 2**22], ["ok"]]) == [Overrun("it took longer than 0.5 s"), 1.0]
+
+
 def test_close_ends_a_call_in_another_thread(probes, tmp_path: Path) -> None:
     pool, ended = probes(seconds=600, workers=1), []
 
