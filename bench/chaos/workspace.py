@@ -24,7 +24,7 @@ from chaos.trial import PromiseBroken, Skipped, require
 
 from grpocli.rollout.vllm.server_files import FOLDER, SHM, shared_memory_name
 
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PATIENCE = 240.0  # seconds; a command that takes longer on a busy machine hangs
 START = 600.0  # seconds, if vLLM starts first
 GONE = 30.0  # seconds after a run's end in which its processes must end
@@ -247,7 +247,7 @@ class Shared:
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONPATH": str(TESTS),
+            "PYTHONPATH": f"{ROOT / 'bench'}{os.pathsep}{ROOT / 'tests'}",
             "COLUMNS": "200",
         }
         self.environment = {key: value for key, value in os.environ.items() if key != "VLLM_API_KEY"} | own

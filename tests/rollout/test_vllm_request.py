@@ -50,9 +50,13 @@ def test_versions_that_the_run_has_not_sent_are_refused() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"logprobs": {"content": [{"logprob": math.nan}] * 4}}, "nan is not a log-prob"),
-        ({"logprobs": {"content": [{"logprob": -math.inf}] * 4}}, "-inf is not a log-prob"),
-        ({"logprobs": {"content": [{"logprob": 0.5}] * 4}}, "0.5 is not a log-prob"),
+        ({"logprobs": {"content": [{"logprob": math.nan}] * 4}}, ", nan$"),
+        ({"logprobs": {"content": [{"logprob": -math.inf}] * 4}}, ", -inf$"),
+        ({"logprobs": {"content": [{"logprob": 0.5}] * 4}}, ", 0.5$"),
+        ({"logprobs": {"content": [{"logprob": "x"}] * 4}}, "ValueError"),
+        ({"token_ids": [0.5, 8, 8, 8]}, ", 0.5$"),
+        ({"token_ids": [8] * 5, "logprobs": {"content": [{"logprob": -1.0}] * 5}}, "5 tokens"),
+        ({"weight_versions": [label(7, 0, 9)]}, "versions of 9"),
         ({"logprobs": {"content": [{"logprob": None}] * 4}}, "TypeError"),
         ({"token_ids": []}, "0 tokens"),
         ({"token_ids": [0]}, "1 tokens, 4 log-probs"),

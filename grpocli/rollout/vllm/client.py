@@ -472,14 +472,16 @@ def _completion(choice: dict[str, Any], sampling: Sampling, version: int, synced
     try:
         ids, reason = choice["token_ids"], choice["finish_reason"]
         logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
-    except (KeyError, TypeError) as error:
+        labels = choice.get("weight_versions") or []
+        labelled = sum(label["end"] - label["start"] for label in labels)
+    except (KeyError, TypeError, ValueError) as error:
         raise EngineError(f"{server} returned a broken completion: {type(error).__name__}: {error}") from error
-    wrong = next((one for one in logprobs if not -math.inf < one <= ROUNDING), None)
-    if reason not in ("stop", "length") or len(ids) != len(logprobs) or not ids or wrong is not None:
-        found = f'{len(ids)} tokens, {len(logprobs)} log-probs, finish reason "{reason}"'
-        found += "" if wrong is None else f"; {wrong!r} is not a log-prob"
-        raise EngineError(f"{server} returned a broken completion: {found}")
-    labels = choice.get("weight_versions") or []
+    wrong = [repr(one) for one in ids if type(one) is not int or one < 0]
+    wrong += [repr(one) for one in logprobs if not -math.inf < one <= ROUNDING]
+    fits = 0 < len(ids) == len(logprobs) <= sampling.max_tokens and labelled in (0, len(ids))
+    if wrong or not fits or reason not in ("stop", "length"):
+        found = f'{len(ids)} tokens, {len(logprobs)} log-probs, versions of {labelled}, finish reason "{reason}"'
+        raise EngineError(f"{server} returned a broken completion: {', '.join([found, *wrong[:1]])}")
     if synced and (foreign := [one["version"] for one in labels if not isinstance(one["version"], int)]):
         raise EngineError(
             f'{server} answered with weights of version "{foreign[0]}", which this run has not sent: the server is '
