@@ -50,7 +50,6 @@ def test_a_command_that_does_not_exist_names_the_one_that_does(
     ("overrides", "hints"),
     [
         ([], set()),
-        (["engine.completions=[wrong]"], {"no completion scored anything"}),
         (["model=chat", "task=jsonl", "task.path=rows.jsonl"], {"needs task.format=chat"}),
         (["model=chat", "task=jsonl", "task.path=rows.jsonl", "task.format=chat"], set()),
         ([*THOUGHT, "rollout.max_completion_tokens=600"], {"the model is made for 512"}),
@@ -79,7 +78,6 @@ def test_a_run_says_once_what_is_often_not_meant(
     assert run_here(*FAKE, *small, *chosen) == 0
     out = capsys.readouterr()
     known = {
-        "no completion scored anything",
         "needs task.format=chat",
         "the model is made for 512",
         "the chat template opens <think>",

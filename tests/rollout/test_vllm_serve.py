@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from rollout.vllm_tiny import build_model
 
 from grpocli.composition.compose import compose
 from grpocli.errors import ConfigError, EngineError
@@ -27,10 +28,10 @@ def composed(*overrides: str) -> Serve:
     return build_server_config(compose(list(overrides), "vllm_serve"))
 
 
-def test_it_serves_the_model_and_the_engine_of_a_run() -> None:
+def test_it_serves_the_model_and_the_engine_of_a_run(tmp_path: Path) -> None:
     made = composed("model.lora.rank=4", "engine.max_model_len=99", "sync.folder=/x", "sync=shm")
     assert made.engine == Vllm(max_model_len=99)
-    job = made.job("/m", "float32")
+    job = made.job(str(build_model(tmp_path / "m", tied=True)), "float32")
     assert (job.transport, job.sync_folder, job.lora_rank, job.max_tokens) == ("shm", "/x", 4, 99)
 
 
@@ -94,7 +95,7 @@ def when_it_serves(config: Serve, act: Callable[[], object]) -> threading.Thread
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_and_only_its_log_is_left(
-    fake: Serve, capsys: pytest.CaptureFixture[str], number: signal.Signals
+    fake: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
     left: list[Endpoint] = []
 
@@ -106,7 +107,7 @@ def test_a_signal_ends_it_and_only_its_log_is_left(
 
     left_mode: list[int] = []
     thread = when_it_serves(fake, act)
-    assert serve(fake, "/m", "float32") == 0
+    assert serve(fake, str(build_model(tmp_path / "m", tied=True)), "float32") == 0
     thread.join()
     said = capsys.readouterr().out
     assert "starting up" not in said, "vLLM's log belongs in its file"
@@ -127,7 +128,7 @@ def test_a_dead_servers_cause_is_reported(fake: Serve, tmp_path: Path) -> None:
 
     thread = when_it_serves(fake, act)
     with pytest.raises(EngineError, match=r"ended by itself with exit code 5: ValueError: the engine is dead"):
-        serve(fake, "/m", "float32")
+        serve(fake, str(build_model(tmp_path / "m", tied=True)), "float32")
     thread.join()
     assert not serve_file(fake.port).exists()
     assert "the engine is dead" in serve_file(fake.port).with_suffix(".log").read_text(), "the message names this file"

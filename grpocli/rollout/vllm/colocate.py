@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpocli.config.user_code import keep_random_state
-from grpocli.errors import EngineError
+from grpocli.errors import ConfigError, EngineError
 from grpocli.files import QuietFileHandler
 from grpocli.rollout.engine import Engine, ignore_group
 from grpocli.rollout.sampling import stop_token_ids
@@ -251,6 +251,8 @@ def _as_engine_error(what: str, log: Path) -> Iterator[None]:
         raise
     except Exception as error:
         cause = " ".join(str(error).split())[:400] or type(error).__name__
+        if isinstance(error, TypeError) and "unexpected keyword" in cause:
+            raise ConfigError(cause, key="engine.vllm_args") from error
         raise EngineError(f"vLLM in the trainer's process could not {what}: {cause} (its log: {log})") from error
 
 

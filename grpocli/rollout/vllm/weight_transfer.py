@@ -42,9 +42,7 @@ class ShmUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class LoaderWeightTransfer(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
-    """Starts, applies and finishes an update with vLLM's own loader, which fuses, shards and casts the tensors like
-    those of a checkpoint. Subclasses define `receive_weights`.
-    """
+    """Applies an update with vLLM's own loader, like a checkpoint. Subclasses define `receive_weights`."""
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
