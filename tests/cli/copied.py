@@ -28,8 +28,8 @@ class Copied(EnginePart):
     """The engine's keys.
 
     slow: minimum seconds of a batch of completions. fails, lost, stuck: the number of the call in which the engine
-    breaks, is lost and must be synced again, or hangs; 0: none. gone: a lost engine does not come back. meanwhile:
-    every call but the first returns only after an update of the policy.
+    breaks (in the last process), is lost and must be synced again, or hangs; 0: none. gone: a lost engine does not come
+    back. meanwhile: every call but the first returns only after an update of the policy.
     """
 
     slow: float = 0.0
@@ -70,7 +70,7 @@ class CopiedEngine(Engine):
             self.is_gone = self.part.gone
             (self.context.recover or self.sync_again)()
         with self.busy:
-            if call == self.part.fails:
+            if call == self.part.fails and self.context.world.rank == self.context.world.size - 1:
                 raise RuntimeError("the engine broke")
             time.sleep(FOR_EVER if call == self.part.stuck else self.part.slow)
             if self.part.meanwhile and call > 1:

@@ -1,7 +1,4 @@
-"""Whole runs with prefetching, on an engine without a server: exact resumes, processes, errors, signals.
-
-A lost engine in several processes is in training/test_prefetch_processes.py.
-"""
+"""Whole runs with prefetching, on an engine without a server: exact resumes, processes, errors, signals."""
 
 from __future__ import annotations
 
@@ -21,6 +18,7 @@ from grpocli.training.prefetch import PREFETCHED_FILE
 pytestmark = pytest.mark.processes
 
 TESTS = Path(__file__).parents[1]
+PROCESSES = pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.survival)])
 RUN = [
     "train",
     "model.warm_start_steps=20",
@@ -122,26 +120,32 @@ def test_training_and_sampling_overlap(engine: list[str], tmp_path: Path) -> Non
     assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1]
 
 
-def test_an_engine_lost_during_a_step_is_synced_again(engine: list[str], tmp_path: Path) -> None:
-    """The main thread syncs it between two steps, so the completions have the weights after the step."""
-    rows = trained(tmp_path / "run", *engine, "engine.lost=2", "rollout.max_staleness=1", "train.steps=4")
+@PROCESSES
+def test_an_engine_lost_during_a_step_is_synced_again(engine: list[str], processes: int, tmp_path: Path) -> None:
+    """The main threads sync it between two steps, so the completions have the weights after the step."""
+    options = [*engine, "engine.lost=2", "rollout.max_staleness=1", "train.steps=4"]
+    rows = trained(tmp_path / "run", *options, f"hardware.processes={processes}")
     assert [row["staleness/max"] for row in rows] == [0, 0, 1, 1]
 
 
-def test_an_unavailable_engine_ends_the_run_with_a_checkpoint(grpocli, engine: list[str], tmp_path: Path) -> None:
+@PROCESSES
+def test_an_unavailable_engine_ends_the_run_with_a_checkpoint(
+    grpocli, engine: list[str], processes: int, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     options = [*engine, "engine.lost=4", "engine.gone=true", "rollout.max_staleness=1", "train.steps=9"]
-    code, _, err = grpocli(*RUN, *options, f"hydra.run.dir={run}")
+    code, _, err = grpocli(*RUN, *options, f"hardware.processes={processes}", f"hydra.run.dir={run}")
     assert code == 3
     assert err.splitlines()[-1].startswith("grpocli: stopped: the engine stays away; stopped after step 3, ")
     assert len(metrics(run)) == 3
     assert (run / "checkpoints" / "step_000003").exists()
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.survival)])
+@PROCESSES
 def test_a_broken_engine_ends_the_run_with_its_error(
     grpocli, engine: list[str], processes: int, tmp_path: Path
 ) -> None:
+    """It breaks in the last process only; the threads of others still wait for it."""
     options = [*engine, "rollout.max_staleness=1", "train.steps=9", "engine.fails=3", f"hardware.processes={processes}"]
     code, _, err = grpocli(*RUN, *options, "hardware.timeout=900", f"hydra.run.dir={tmp_path}/run")
     assert code == 1
