@@ -17,7 +17,7 @@ from rollout.vllm_tiny import Alone
 
 from grpocli.errors import EngineError, EngineGone
 from grpocli.rollout.vllm import client as vllm_client
-from grpocli.rollout.vllm.client import (
+from grpocli.rollout.vllm.client import GENERATE, (
     RequestRefused,
     ServerClient,
     ServerGone,
@@ -209,6 +209,27 @@ class FailsAtFirst:
         if self.calls[path] <= self.times:
             return self.status, {"error": {"message": "later"}}
         return 200, {"choices": [choice([5])], "weight_version": ".3", "success": True}
+
+
+@pytest.mark.parametrize("patience", [0.0, 20.0])
+def test_a_request_during_a_pause_waits_for_its_end(stand_in: StandIn, patience: float, caplog: Any) -> None:
+    """vLLM 0.32 holds it; 0.33 refuses it, also one of the run's own servers, whose errors are not retried."""
+    tries = Counter[str]()
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        tries[path] += 1
+        if path == GENERATE and tries[path] <= 2:
+            return 503, {"error": {"message": "Generation is paused. Please retry after it resumes.", "code": 503}}
+        return 200, {"choices": [choice([5])], "prompt_logprobs": [None, {"7": {"logprob": -1.0}}]}
+
+    stand_in.answer = answer
+    client = ServerClient(Endpoint(stand_in.url, "key", "/nowhere"), 30, patience=patience)
+    assert generate(client, 1, max_tokens=1)[0][0].token_ids == [5]
+    tries.clear()
+    assert client.score([1, 7]) == [-1.0]
+    assert tries == {GENERATE: 3}
+    assert client.lost is None
+    assert not caplog.records
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from rollout.stand_in import StandIn
 from grpocli.errors import ConfigError
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.vllm import config as vllm_config
+from grpocli.rollout.vllm import external
 from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.external import external_server, find_endpoint, misfit
 from grpocli.rollout.vllm.plugin import BACKENDS
@@ -39,6 +41,7 @@ class VllmServe(StandIn):
         known = {
             "/health": (200, {}),
             "/weight_info": (200, {"weight_version": "default"}),
+            "/version": (200, {"version": "0.1.2"}),
             "/server_info": (200, {"vllm_config": served()}),
         }
         return known.get(path, (404, {"detail": "Not Found"}))
@@ -116,16 +119,25 @@ def test_a_folder_of_weights_that_this_machine_lacks_is_refused(
 
 
 @pytest.mark.parametrize(("transport", "rank"), [("nccl", 0), ("ipc", 0), ("shm", 0), ("nccl", 8)])
-def test_only_transfers_between_gpus_need_a_vllm_here(
+def test_another_minor_version_of_vllm_cannot_send_weights(
     stand_in: VllmServe, job: EngineJob, monkeypatch: pytest.MonkeyPatch, transport: str, rank: int
 ) -> None:
-    monkeypatch.setattr(vllm_config, "find_spec", lambda name: None)
+    """Only nccl and ipc send with the trainer's vLLM, so only they need one."""
+    monkeypatch.setattr(external, "check_vllm", lambda engine: None)
+    monkeypatch.setattr(external, "vllm_version", lambda: "0.33.0")
+    stand_in.answers["/version"] = 200, {"version": "0.32.1"}
     description = {"weight_transfer_config": {"backend": BACKENDS[transport]}, "lora_config": {"max_lora_rank": rank}}
     stand_in.answers["/server_info"] = 200, {"vllm_config": served() | description}
     options, job = Vllm(base_url=stand_in.url), replace(job, transport=transport, lora_rank=rank)
     if rank or transport == "shm":
         assert external_server(options, stand_in.url, job)
         return
+    sends = f"runs vLLM 0.32.1, and sync={transport} sends with the trainer's vLLM 0.33.0: install the same version"
+    with pytest.raises(ConfigError, match=re.escape(sends)) as caught:
+        external_server(options, stand_in.url, job)
+    assert (caught.value.key, caught.value.value) == ("engine.base_url", stand_in.url)
+    monkeypatch.setattr(external, "check_vllm", vllm_config.check_vllm)
+    monkeypatch.setattr(vllm_config, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="vLLM is not installed"):
         external_server(options, stand_in.url, job)
 

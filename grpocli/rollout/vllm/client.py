@@ -51,6 +51,7 @@ FIRST_DELAY = 0.5
 GENERATE = "/inference/v1/generate"  # token ids in, token ids out
 REPEATABLE = (GENERATE, "/pause", "/resume", "/reset_prefix_cache", "/update_weight_version")
 """Requests besides GET that may be retried; with fixed seeds completions are the same."""
+PAUSED = "Generation is paused"  # with 503, the answer of vLLM 0.33 to a request during a pause; 0.32 holds the request
 TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
@@ -155,7 +156,7 @@ class ServerClient:
         began = time.monotonic()
         try:
             async with self._http() as http:
-                call = asyncio.ensure_future(http.request(method, path, json=body))
+                call = asyncio.ensure_future(_after_a_pause(http, method, path, body))
                 try:
                     while not (await asyncio.wait({call}, timeout=min(CHECK, self.timeout)))[0]:
                         await self._check(http, path, began)
@@ -378,6 +379,17 @@ class ServerClient:
 
     def unload_adapter(self, name: str) -> None:
         self.post("/v1/unload_lora_adapter", {"lora_name": name}, once=True)
+
+
+async def _after_a_pause(
+    http: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None
+) -> httpx.Response:
+    """The answer, for which the request waits until the server is not paused, as if the server had held it."""
+    while True:
+        response = await http.request(method, path, json=body)
+        if response.status_code != 503 or PAUSED not in response.text:
+            return response
+        await asyncio.sleep(FIRST_DELAY / 2)
 
 
 async def _health(http: httpx.AsyncClient) -> bool | None:

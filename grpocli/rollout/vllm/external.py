@@ -19,7 +19,7 @@ from grpocli.processes.signals import handle_stops, restore
 from grpocli.progress import Progress, unreported
 from grpocli.rollout.vllm.api_server import KEY_VARIABLE
 from grpocli.rollout.vllm.client import CHECK, MODEL, RequestRefused, ServerClient
-from grpocli.rollout.vllm.config import check_vllm
+from grpocli.rollout.vllm.config import check_vllm, vllm_version
 from grpocli.rollout.vllm.plugin import BACKENDS
 from grpocli.rollout.vllm.server import ServerSpec, check_port, free_port, serving
 from grpocli.rollout.vllm.server_files import POLL, Endpoint, serve_file
@@ -73,11 +73,29 @@ def _problem(client: ServerClient, job: EngineJob) -> str:
     """The reason why a server that answers cannot serve the job; "" if it can."""
     try:
         client.weight_version()
-        return misfit(client.get("/server_info?config_format=json")["vllm_config"], job)
+        problem = misfit(client.get("/server_info?config_format=json")["vllm_config"], job)
+        if problem or job.transport == "shm" or job.lora_rank:
+            return problem
+        return version_misfit(str(client.get("/version")["version"])[:40], job.transport)
     except (EngineError, AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, RequestRefused) and error.status in (401, 403):
             return "that server refuses the key: set engine.api_key_file to the file that its start printed"
         return f"the server there is not a vLLM server for training: start one with {SERVE} ({error})"
+
+
+def version_misfit(theirs: str, transport: str) -> str:
+    """The reason why the trainer's vLLM cannot send weights to a server's; "" if it can.
+
+    The sides fit only within a minor: 0.33 sends an empty update for unchanged parameters, which 0.32 would label as
+    new weights. sync=shm and adapters use no vLLM of the trainer's.
+    """
+    ours = vllm_version()
+    if ours.split(".")[:2] == theirs.split(".")[:2]:
+        return ""
+    return (
+        f"that server runs vLLM {theirs or 'of unknown version'}, and sync={transport} sends with the trainer's vLLM "
+        f"{ours}: install the same version for both, or give vllm-serve and train sync=shm"
+    )
 
 
 def misfit(served: dict[str, Any], job: EngineJob) -> str:

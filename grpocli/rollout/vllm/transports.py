@@ -257,21 +257,40 @@ def import_engines() -> None:
     import vllm.distributed.weight_transfer.nccl_engine  # noqa: F401
 
 
+class Metadata(list[Any]):
+    """A list that vLLM 0.33 reads as `source.metadata`, and 0.32 as `source.metadata()`."""
+
+    def __call__(self) -> Metadata:
+        return self
+
+
 class WeightSource:
-    """vLLM's `WeightSource` over the stream of one sync, cast to the server's dtype; every rank has all weights."""
+    """vLLM's `WeightSource` over the stream of one sync, cast to the server's dtype; every rank has all weights.
+
+    vLLM 0.32 iterates it, 0.33 `iter_full()`.
+    """
 
     def __init__(self, weights: PolicyWeights) -> None:
         self.weights = weights
         self.stream: Stream = iter(())
 
-    def metadata(self) -> list[Any]:
+    @property
+    def metadata(self) -> Metadata:
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        return [ParamMeta(name, self.weights.dtype, shape) for name, shape in self.weights.shapes()]
+        return Metadata(ParamMeta(name, self.weights.dtype, shape) for name, shape in self.weights.shapes())
 
-    def __iter__(self) -> Stream:
+    def owned_names(self, rank: int) -> list[str]:
+        return [name for name, _ in self.weights.shapes()]
+
+    def implements_iter_full(self) -> bool:
+        return True
+
+    def iter_full(self) -> Stream:
         for name, tensor in self.stream:
             yield name, tensor.to(self.weights.dtype)
+
+    __iter__ = iter_full
 
 
 class TransferClient:
