@@ -17,7 +17,8 @@ from rollout.vllm_tiny import Alone
 
 from grpocli.errors import EngineError, EngineGone
 from grpocli.rollout.vllm import client as vllm_client
-from grpocli.rollout.vllm.client import GENERATE, (
+from grpocli.rollout.vllm.client import (
+    GENERATE,
     RequestRefused,
     ServerClient,
     ServerGone,
