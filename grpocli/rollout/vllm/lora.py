@@ -81,8 +81,7 @@ def lora_flags(rank: int, dtype: str, cpu: bool) -> dict[str, Any]:
 class AdapterSync:
     """Sends a version of the adapter and verifies it. Every process calls it; the main one sends; all fail together.
 
-    A version has a new name and a new folder. vLLM holds `LOADED` adapters and reads others from their folders again
-    when a request needs them; so a folder is deleted only when no request can use it any more.
+    A version has a new name and folder, which is deleted when no request can use it: vLLM may read it again till then.
     """
 
     def __init__(self, servers: list[ServerClient], context: EngineContext) -> None:

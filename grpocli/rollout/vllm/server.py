@@ -155,8 +155,7 @@ def caches_prefixes(model_path: str, cpu: bool) -> bool:
 def max_num_seqs_option(max_num_seqs: int, cpu: bool) -> int | None:
     """vLLM's option for requests of so many completions, which it refuses above `max_num_seqs`; None: its default.
 
-    The default on a GPU is 256, or 1,024 on a large one, which the option must not lower. A small one gets 1,024, too:
-    at its start vLLM then computes the logits of 1,024 tokens, 0.6 GB in float32 with a vocabulary of 152,000.
+    The default on a GPU is 256, or 1,024 on a large one, which the option must not lower. A small one gets 1,024, too.
     """
     if max_num_seqs <= (128 if cpu else 256):
         return None
