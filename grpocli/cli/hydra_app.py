@@ -35,16 +35,13 @@ def arguments(argv: list[str]) -> Any:
 
 
 def refuse_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Raise one ConfigError for all options that a command does not have, such as `--learning_rate 1e-6`."""
-    known, unknown = parser._option_string_actions, []
-    for place, word in enumerate(argv):
+    """Raise ConfigError for an option that a command does not have, such as `--learning_rate 1e-6`."""
+    known = parser._option_string_actions
+    for word, after in zip(argv, [*argv[1:], ""], strict=True):
         option, _, value = word.partition("=")
         if len(option) > 2 and option.startswith("--") and not any(name.startswith(option) for name in known):
-            after = argv[place + 1] if place + 1 < len(argv) else ""
             follows = "" if after.startswith("-") or "=" in after else after
-            unknown.append(f"there is no option {option}{_advice(option, value or follows or 'VALUE', known)}")
-    if unknown:
-        raise ConfigError("; ".join(unknown))
+            raise ConfigError(f"there is no option {option}{_advice(option, value or follows or 'VALUE', known)}")
 
 
 def _advice(option: str, value: str, options: Iterable[str]) -> str:
@@ -144,9 +141,8 @@ def close_log() -> None:
         handler.close()
 
 
-CONFIGS = {"vllm-serve": "vllm_serve"}
-"""The config names of commands whose overrides are not those of `grpocli train`."""
 NO_OVERRIDES = ("compare", "rollouts")
+"""Commands whose words are no overrides."""
 
 
 def complete(argv: list[str], commands: Collection[str], env: Mapping[str, str] = os.environ) -> int:
@@ -158,23 +154,19 @@ def complete(argv: list[str], commands: Collection[str], env: Mapping[str, str] 
     if line is None or not any(word.startswith("query=") for word in argv):
         hydra_app(lambda config: None, "train", argv)
         return 0
-    words = _words(line)
+    try:
+        words = shlex.split(line)
+    except ValueError:  # an open quote
+        words = line.split()
+    if len(words) < 2 or line[-1:].isspace():
+        words.append("")  # the word that is being typed
     if len(words) < 3:
         print(" ".join(name for name in commands if name.startswith(words[-1])))
     elif words[1] in commands and words[1] not in NO_OVERRIDES:
         before = rewrite([word for word in words[2:-1] if "=" in word and not word.startswith("-")])
         os.environ["COMP_LINE"] = " ".join(["grpocli", *before, words[-1]])
         try:
-            hydra_app(lambda config: None, CONFIGS.get(words[1], "train"), argv)
+            hydra_app(lambda config: None, "vllm_serve" if words[1] == "vllm-serve" else "train", argv)
         except ConfigError:  # a wrong override: the command reports it when it runs
             return 0
     return 0
-
-
-def _words(line: str) -> list[str]:
-    """The words of a line. The last one, which is being typed, is empty after a space."""
-    try:
-        words = shlex.split(line)
-    except ValueError:  # an open quote
-        words = line.split()
-    return [*words, ""] if len(words) < 2 or line[-1:].isspace() else words

@@ -29,27 +29,22 @@ grpocli sft: teach a model the answers of a task (supervised training), with the
 
 usage: grpocli sft [GROUP=CHOICE ...] [KEY=VALUE ...] [-m]
 
-It is `grpocli train algorithm=sft engine=transformers`: the same tasks, run folder, checkpoints, resume, LoRA and
-processes. The engine only samples evaluations.
+It is `grpocli train algorithm=sft engine=transformers`; the engine only samples evaluations.
 
-common keys
+keys of its own
   task.target_template      the answer to teach, text with {column} fields; null: the assistant's last turn, or the
                             task's own answer
   train.data_epochs         passes over the data, instead of train.steps
-  rollout.prompts_per_step  answers of an update; train.micro_batch_tokens bounds the memory of a forward pass
-  rollout.max_prompt_tokens, rollout.max_completion_tokens
-                            longer ones are dropped, or cut with rollout.long_prompts=truncate
-  optim.lr  model.lora.rank  eval.every  eval.problems  checkpoint.every  seed
+  rollout.prompts_per_step  answers of an update
 
 examples
   grpocli sft task=gsm8k model=smollm2-135m train.data_epochs=2
   grpocli sft task=jsonl task.path=chats.jsonl task.prompt_column=messages task.answer_column=null reward=none
-  grpocli sft resume=runs/DATE/TIME
   grpocli train task=gsm8k model=runs/DATE/TIME/model       reinforcement learning from there
 
 `grpocli train --help` lists the groups and their choices.
 """
-SFT_CHOICES = ("algorithm=sft", "engine=transformers")
+SFT_CHOICES = {"algorithm": "sft", "engine": "transformers"}
 
 
 def main(argv: list[str]) -> int:
@@ -152,9 +147,8 @@ def _finished(run_dir: RunDir, run: Run) -> str | None:
 def _next_commands(folder: Path) -> str:
     """Commands that show the completions of a finished run and compare it with others."""
     run = shlex.quote(str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder))
-    return (
-        f"show its completions:       grpocli rollouts {run}\ncompare it with other runs: grpocli compare {run} RUN ..."
-    )
+    commands = {"show its completions:": f"rollouts {run}", "compare it with other runs:": f"compare {run} RUN ..."}
+    return "\n".join(f"{what:<28}grpocli {command}" for what, command in commands.items())
 
 
 def sft(argv: list[str]) -> int:
@@ -165,9 +159,8 @@ def sft(argv: list[str]) -> int:
     overrides = arguments(argv).overrides
     if any(override.startswith("resume=") for override in overrides):
         return main(argv)
-    for override in overrides:
-        if override.startswith("algorithm=") and override != SFT_CHOICES[0]:
-            hint = "leave it out, or use `grpocli train`"
-            raise ConfigError("`grpocli sft` is algorithm=sft", key="algorithm", value=override[10:], hint=hint)
-    given = {override.partition("=")[0] for override in overrides}
-    return main([*argv, *(choice for choice in SFT_CHOICES if choice.partition("=")[0] not in given)])
+    given = dict(override.split("=", 1) for override in overrides if "=" in override)
+    if (other := given.get("algorithm", "sft")) != "sft":
+        hint = "leave it out, or use `grpocli train`"
+        raise ConfigError("`grpocli sft` is algorithm=sft", key="algorithm", value=other, hint=hint)
+    return main([*argv, *(f"{key}={choice}" for key, choice in SFT_CHOICES.items() if key not in given)])

@@ -6,7 +6,7 @@ check the servers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,8 @@ def check_composed(run: Run) -> None:
             _call_all(getattr(run, field.name), "check_run", run)
     for name, task in run.tasks.items():
         with errors_below(key_of(run.task, name)):
-            _call(task, "check_run", run)
+            if check := getattr(task, "check_run", None):  # a class of a user may have none
+                check(run)
 
 
 def check_files(run: Run, training: bool = False) -> None:
@@ -53,7 +54,14 @@ def check_files(run: Run, training: bool = False) -> None:
 def check_file(run: Run, name: str) -> None:
     """The check of one of FILES."""
     if name == "teacher":
-        _check_teachers(run)
+        from grpocli.algorithm.kl import has_teacher
+
+        if has_teacher(run.algorithm.kl):
+            from grpocli.models.teacher import check_tasks, teachers_of
+
+            check_tasks(run.algorithm.kl, list(run.tasks))
+            for teacher in teachers_of(run.algorithm.kl, run.model):
+                teacher.check_ready()
     elif name == "data":
         for one, task in run.tasks.items():
             with errors_below(key_of(run.task, one)):
@@ -108,35 +116,13 @@ def check_splits(run: Run, config: Any) -> None:
         require(hardware, "context_parallel", heads % n == 0, problem)
 
 
-def _check_teachers(run: Run) -> None:
-    """Check that each task has a teacher, and that the teachers' files exist."""
-    from grpocli.algorithm.kl import has_teacher
-
-    if has_teacher(run.algorithm.kl):
-        from grpocli.models.teacher import check_tasks, teachers_of
-
-        check_tasks(run.algorithm.kl, list(run.tasks))
-        for teacher in teachers_of(run.algorithm.kl, run.model):
-            teacher.check_ready()
-
-
 def _call_all(value: object, method: str, *arguments: object) -> None:
-    """Call a method of the parts and sections in a value: itself, and those of its fields."""
-    for part in _parts(value):
-        _call(part, method, *arguments)
-
-
-def _call(part: object, method: str, *arguments: object) -> None:
-    """Call a method that parts of users may lack."""
-    if found := getattr(part, method, None):
-        found(*arguments)
-
-
-def _parts(value: object) -> Iterator[object]:
+    """Call a method, which parts of users may lack, of the parts and sections in a value: itself, and its fields."""
     if isinstance(value, Mapping):
         for one in value.values():
-            yield from _parts(one)
+            _call_all(one, method, *arguments)
     elif is_dataclass(value):
-        yield value
+        if found := getattr(value, method, None):
+            found(*arguments)
         for field in fields(value):
-            yield from _parts(getattr(value, field.name))
+            _call_all(getattr(value, field.name), method, *arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
@@ -19,7 +19,7 @@ from grpocli.composition.hydra_errors import choices_in, hydra_errors, two_of_on
 from grpocli.composition.hydra_sources import composer, extend_hydra
 from grpocli.composition.overrides import rewrite, texts_of
 from grpocli.config.build import build
-from grpocli.config.environment import OVERRIDES, needs_environment, without_environment
+from grpocli.config.environment import OVERRIDES, mode_of, without_environment
 from grpocli.config.yaml_text import leaves
 from grpocli.errors import config_errors
 from grpocli.files import write_atomic
@@ -159,31 +159,17 @@ def run_job(config: DictConfig, task: Callable[[DictConfig], Any]) -> Any:
 def build_algorithm(*overrides: str) -> Algorithm:
     """See `grpocli.build_algorithm`."""
     config = compose(list(overrides))
-    _warn_of_default_length(config, overrides)
-    return cast("Algorithm", build(config.algorithm))
-
-
-def _warn_of_default_length(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Warn if Dr. GRPO's length is the default run's, because a trainer of the user may have another one."""
     aggregate, limit = config.algorithm.aggregate, "rollout.max_completion_tokens"
     follows_run = "length" in aggregate and OmegaConf.is_interpolation(aggregate, "length")
-    if follows_run and not any(o.lstrip("+").startswith(limit) for o in overrides):
-        logger.warning(
-            "build_algorithm: algorithm.aggregate.length is %d, %s of grpocli's default run; give "
-            '"algorithm.aggregate.length=N" with your own limit',
-            aggregate.length,
-            limit,
-        )
+    if follows_run and not any(one.startswith(limit) for one in overrides):
+        said = "algorithm.aggregate.length is %d, %s of grpocli's default run, not of yours: give it, too"
+        logger.warning(said, aggregate.length, limit)
+    return cast("Algorithm", build(config.algorithm))
 
 
 def save(config: DictConfig) -> str:
     """The config as YAML, resolved except for values from environment variables."""
     return OmegaConf.to_yaml(OmegaConf.create(without_environment(config)))
-
-
-def mode_of(text: str) -> int:
-    """The mode of a file with this config: private if it reads environment variables."""
-    return 0o600 if needs_environment(text) else 0o644
 
 
 def sweep_folder(overrides: list[str]) -> Path | None:

@@ -136,7 +136,7 @@ def _composed_choices(overrides: list[str], config_name: str) -> DictConfig:
 
 def _first_paragraph(text: str) -> str:
     """Hydra's message on one line, without its search path."""
-    return " ".join(text.split("Config search path")[0].split())
+    return " ".join(text.partition("Config search path")[0].split())
 
 
 def _syntax(override: str) -> str:

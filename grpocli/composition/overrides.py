@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,16 +107,13 @@ def rewrite(overrides: Sequence[str]) -> list[str]:
     """
     _refuse_empty(overrides)
     overrides = [INFINITE.sub(r"\1inf", override) for override in expand_task_lists(overrides)]
-    overrides = [_absolute(LORA.sub(r"\1.rank=\2", override)) for override in overrides]
+    overrides = [_absolute(override) for override in overrides]
     # the resolver of ${hydra:...} knows nothing before a job begins, the node does
     overrides = [one.replace("${hydra:", "${hydra.") if one.startswith("hydra.") else one for one in overrides]
     return _hf_for_path(overrides)
 
 
 PATH = re.compile(r"(?!hydra\.).*[._](path|file|folder|chat_template|kl\.model(\.\w+)?)")
-LORA = re.compile(r"^(\+*model\.lora)=([\d, ]+)$")
-"""`model.lora=16`, short for `model.lora.rank=16`."""
-
 INFINITE = re.compile(r"^(\+*algorithm\.[\w.]+=-?)\.inf$")
 """`.inf` as in a YAML; Hydra's overrides have `inf`."""
 
@@ -191,11 +188,8 @@ def _absolute(override: str) -> str:
         return _changed(override, _absolute_path)
     if key == "model":
         return _changed(override, _absolute_model)
-    return _changed(override, _absolute_code) if GROUP.fullmatch(key) or is_marked(key, USER_CODE) else override
-
-
-def _absolute_code(text: str) -> str:
-    return absolute(text) if is_spec(text) else text
+    code = GROUP.fullmatch(key) or is_marked(key, USER_CODE)
+    return _changed(override, lambda text: absolute(text) if is_spec(text) else text) if code else override
 
 
 def _absolute_model(text: str) -> str:
@@ -208,16 +202,6 @@ def _absolute_model(text: str) -> str:
 def _absolute_path(text: str) -> str:
     path = Path(text).expanduser()
     return str(path.resolve()) if path.exists() else text
-
-
-def in_files(override: str, files: Mapping[str, str]) -> str:
-    """The override with user code in other files, {old: new}."""
-
-    def moved(text: str) -> str:
-        place, _, name = text.rpartition(":")
-        return f"{files[place]}:{name}" if place in files else text
-
-    return _changed(override, moved) if any(place in override for place in files) else override
 
 
 def _hf_for_path(overrides: list[str]) -> list[str]:
@@ -234,24 +218,21 @@ def expand_task_lists(overrides: Sequence[str]) -> list[str]:
 
     Raises ConfigError for an empty list or a duplicate task.
     """
-    return [expanded for override in overrides for expanded in _expand_task_list(override)]
-
-
-def _expand_task_list(override: str) -> list[str]:
-    found = TASK_LIST.fullmatch(override)
-    if not found:
-        return [override]
-    choices = [choice for choice in texts_of(override) if choice]
-    names = [name_of(choice) for choice in choices]
-    if not names:
-        raise ConfigError("choose at least one task", key="task", value="[]")
-    if twice := [choice for i, choice in enumerate(choices) if names[i] in names[:i]]:
-        hint = f"leave one out and give it a name: +task@task.NAME={twice[0]}"
-        raise ConfigError(f"names {name_of(twice[0])} twice", key="task", value=f"[{found[1]}]", hint=hint)
-    return [
-        "task=mixture",
-        *(f"+task@task.{name}={to_text(choice)}" for name, choice in zip(names, choices, strict=True)),
-    ]
+    expanded: list[str] = []
+    for override in overrides:
+        if not (found := TASK_LIST.fullmatch(override)):
+            expanded.append(override)
+            continue
+        named: dict[str, str] = {}
+        for choice in filter(None, texts_of(override)):
+            if (name := name_of(choice)) in named:
+                hint = f"leave one out and give it a name: +task@task.NAME={choice}"
+                raise ConfigError(f"names {name} twice", key="task", value=f"[{found[1]}]", hint=hint)
+            named[name] = choice
+        if not named:
+            raise ConfigError("choose at least one task", key="task", value="[]")
+        expanded += ["task=mixture", *(f"+task@task.{name}={to_text(choice)}" for name, choice in named.items())]
+    return expanded
 
 
 def _refuse_empty(overrides: Sequence[str]) -> None:
@@ -259,9 +240,8 @@ def _refuse_empty(overrides: Sequence[str]) -> None:
     for override in overrides:
         key, equals, value = override.partition("=")
         if equals and not value.strip(" '\"") and NEVER_EMPTY.fullmatch(key_of_override(override)):
-            raise ConfigError(
-                "has no value", key=f"{key}=", hint=f"give one, or leave {key}= out (is a shell variable unset?)"
-            )
+            hint = f"give one, or leave {key}= out (is a shell variable unset?)"
+            raise ConfigError("has no value", key=f"{key}=", hint=hint)
 
 
 NEVER_EMPTY = re.compile(rf"{GROUP.pattern}|algorithm|recipe|resume|hydra/\w+|hydra\.(run|sweep)\.dir")

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.composition.hydra_errors import known_keys
-from grpocli.composition.overrides import expand_task_lists, in_files, in_quotes, text_of, texts_of
+from grpocli.composition.overrides import expand_task_lists, in_quotes, text_of, texts_of
 from grpocli.config.environment import raw_value, unresolved
-from grpocli.config.parts import CLASSES
 from grpocli.config.user_code import is_spec, name_of
-from grpocli.config.yaml_text import TARGET, flat, leaves
+from grpocli.config.yaml_text import TARGET, flat
 from grpocli.errors import ConfigError, config_errors
 from grpocli.runs.saved_run import SavedRun, check_is_run
 from grpocli.runs.sessions import accuracy_rewards
-
-logger = logging.getLogger(__name__)
 
 FOLLOWS = re.compile(r"\$\{([\w.]+)\}")
 """A value that refers to another key: `${KEY}`."""
@@ -99,17 +92,9 @@ class Resume:
 
     @cached_property
     def saved(self) -> DictConfig:
-        """The saved config: with keys of this version alone, and the new path of user code that has moved."""
-        unknown: list[str] = []
-        plain = _of_this_version(SavedRun(self.folder).read_config(before=True), "", unknown)
-        if unknown:
-            typed = plain.get("overrides") or ()
-            plain["overrides"] = [o for o in typed if str(o).lstrip("+~").partition("=")[0] not in unknown]
-            logger.warning("resume: this version has no %s, so they are left out of the run", ", ".join(unknown))
-        moved = moved_files(plain, list(map(texts_of, self.given)))
+        """The saved config."""
         with config_errors(OmegaConfBaseException, why=unresolved, key="resume", value=self.folder):
-            config: DictConfig = OmegaConf.create(_with_files(plain, moved))
-        return config
+            return cast("DictConfig", OmegaConf.create(SavedRun(self.folder).read_config(before=True)))
 
     def _merged(self, composed: DictConfig, saved: DictConfig) -> DictConfig:
         keys = [o.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".") for o in self.given]
@@ -125,41 +110,12 @@ class Resume:
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """{key: (old value, new value)} of two saved configs; for a replaced part its choices."""
     found: dict[str, tuple[Any, Any]] = {}
-    before = _with_files(before, moved_files(before, after))
     for key in [*before, *(key for key in after if key not in before)]:
         if key not in SESSION_KEYS:
             found |= _changed(str(key), before.get(key), after.get(key))
     was, now = (list(one.get("reward") or ()) for one in (before, after))
     measured = [accuracy_rewards(one) for one in (before, after)]
     return found | ({"reward": (was, now)} if measured[0] != measured[1] and was != now else {})
-
-
-def moved_files(saved: Any, again: Any) -> dict[str, str]:
-    """{old file: new file} of user code in a saved config whose file is gone, and of which `again` has a name."""
-    known = set(_user_code(saved))
-    gone, new = {one for one in known if not Path(one[0]).is_file()}, set(_user_code(again)) - known
-    count = Counter(name for _, name in [*gone, *new])
-    return {
-        old: place
-        for (old, name), (place, same) in product(gone, new)
-        if name == same and (count[name] == 2 or Path(old).name == Path(place).name)  # one of several of that name
-    }
-
-
-def _user_code(node: Any) -> list[tuple[str, str]]:
-    """(file, name) of each FILE.py:NAME among the values of a plain config."""
-    found = [str(value).rpartition(":") for key, value in leaves(node) if key != "overrides"]
-    return [(place, name) for place, _, name in found if place.endswith(".py")]
-
-
-def _with_files(node: Any, files: Mapping[str, str]) -> Any:
-    """A plain config with user code in other files; its overrides, too."""
-    if isinstance(node, Mapping):
-        return {key: _with_files(value, files) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_with_files(value, files) for value in node]
-    place, _, name = str(node).rpartition(":")
-    return f"{files[place]}:{name}" if place in files else in_files(node, files) if isinstance(node, str) else node
 
 
 def _changed(key: str, old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
@@ -216,13 +172,15 @@ def _keep_choices(composed: DictConfig, saved: DictConfig) -> None:
 
 
 def _replaced(key: str, before: str, now: str) -> list[str]:
-    """The keys of replaced choices: `engine`, or `reward.format` if `reward=[math,format]` becomes `[math]`."""
+    """The keys of replaced choices: `engine`, or `reward.format` if `reward=[math,format]` becomes `[math]`.
+
+    A folder of another name, or a function or class of the same name in another file, is no other choice.
+    """
     group = key.replace("/", ".")
-    old, new = (set(texts_of(f"{key}={choice}")) for choice in (before, now))
-    if not before.startswith("["):
-        moved = group == "model" and "/" in before and "/" in now  # another folder, but no other choice
-        return [group] if old != new and not moved else []
-    return [f"{group}.{name_of(one)}" for one in sorted(old - new)]
+    old, new = ({name_of(one) for one in texts_of(f"{key}={choice}")} for choice in (before, now))
+    if before.startswith("["):
+        return [f"{group}.{name}" for name in sorted(old - new)]
+    return [group] if old != new and not (group == "model" and "/" in before and "/" in now) else []
 
 
 def _as_composed(composed: DictConfig, key: str) -> Any:
@@ -255,14 +213,3 @@ def of_hydra(override: str) -> bool:
     """Whether an override changes Hydra's own keys, also by `GROUP@hydra.PACKAGE=`."""
     key, _, package = override.partition("=")[0].strip(" +~").partition("@")
     return re.match(r"hydra(?![\w-])", key) is not None or "hydra" in re.split(r"[./:]", package)
-
-
-def _of_this_version(node: Any, key: str, unknown: list[str]) -> Any:
-    """A plain config without the keys that its parts have no longer; they are appended to `unknown`."""
-    if not isinstance(node, Mapping):
-        return node
-    cls, names = CLASSES.get(str(node.get(TARGET))), {*node}
-    if cls is not None and dataclasses.is_dataclass(cls):
-        names = {TARGET, *(f.name for f in dataclasses.fields(cls))}
-    unknown += [f"{key}{name}" for name in node if name not in names]
-    return {name: _of_this_version(one, f"{key}{name}.", unknown) for name, one in node.items() if name in names}

@@ -1,14 +1,12 @@
 """Builds live objects from a composed config. `_target_` names the class that a mapping's other keys are passed to.
 
-A name is a choice (`reward/math`), a section (`train`), a part of the user (`FILE.py:CLASS`), or the import path of a
-class. Choices are independent of the source tree, so saved configs still build after a class moves.
+A name is a choice (`reward/math`), a section (`train`), or a part of the user (`FILE.py:CLASS`, `module:CLASS`). It is
+independent of the source tree, so saved configs still build after a class moves.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import sys
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -27,16 +25,11 @@ def build(config: DictConfig) -> Any:
     Raises ConfigError for a value that a part refuses, a missing one, or a broken interpolation.
     """
     with config_errors(OmegaConfBaseException, why=unresolved):
-        _refuse_missing(config)
+        if missing := sorted(OmegaConf.missing_keys(config)):
+            raise ConfigError("has no value", key=missing[0], hint=f"set {missing[0]}=...")
         plain = OmegaConf.to_container(config, resolve=True)
         key = str(config._get_full_key(None))
     return _built(plain, key)
-
-
-def _refuse_missing(config: DictConfig) -> None:
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise ConfigError("has no value", key=missing[0], hint=f"set {missing[0]}=...")
 
 
 def _built(value: Any, key: str) -> Any:
@@ -54,38 +47,18 @@ def _construct(target: str, values: dict[str, Any], key: str) -> Any:
     """An object of the class named `target`, whose arguments are `values`. key: its key in the config."""
     cls = CLASSES.get(target)
     if cls is None:
-        cls = user_class(target, key) if is_spec(target) else _imported(target, key)
-    _refuse_unknown(cls, values, key)
+        if not is_spec(target):
+            hint = "name a choice or FILE.py:CLASS, or install the package that registers it"
+            raise ConfigError("no choice has this name", key=f"{key}.{TARGET}".lstrip("."), value=target, hint=hint)
+        cls = user_class(target, key)
+    names = [f.name for f in dataclasses.fields(cls) if f.init]
+    if unknown := [name for name in values if name not in names]:
+        raise ConfigError(f"there is no key {f'{key}.{unknown[0]}'.lstrip('.')}{nearest(unknown[0], names)}")
     try:
         with config_errors(Exception, why=raised, key=key):
             return cls(**values)
     except ConfigError as error:
-        class_key = getattr(cls, "config_key", "")  # classes named by import path have none
+        class_key = getattr(cls, "config_key", "")
         if class_key == key or not f"{error.key}.".startswith(f"{class_key}."):
             raise
         raise error.with_key(key + error.key.removeprefix(class_key)) from error  # `task.gsm8k.path` in a mixture
-
-
-def _refuse_unknown(cls: type[Any], values: dict[str, Any], key: str) -> None:
-    """Raise ConfigError for a key without a field in a dataclass."""
-    if not dataclasses.is_dataclass(cls):
-        return
-    names = [f.name for f in dataclasses.fields(cls) if f.init]
-    for name in values:
-        if name not in names:
-            raise ConfigError(f"there is no key {f'{key}.{name}'.lstrip('.')}{nearest(name, names)}")
-
-
-def _imported(target: str, key: str) -> Any:
-    """The class of an import path."""
-    subject = f"{key}.{TARGET}".lstrip(".")
-    if "/" in target:
-        hint = "install the package that registers it"
-        raise ConfigError("no choice has this name", key=subject, value=target, hint=hint)
-    module, _, name = target.rpartition(".")
-    with config_errors(Exception, says="cannot be imported: {}", why=raised, key=subject, value=target):
-        found = getattr(importlib.import_module(module), name)
-    if not isinstance(found, type) or module.partition(".")[0] in sys.stdlib_module_names:
-        hint = "name a choice, FILE.py:CLASS, or the import path of a part's class"
-        raise ConfigError("is not a part of a run", key=subject, value=target, hint=hint)
-    return found

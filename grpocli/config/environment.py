@@ -43,9 +43,9 @@ def raw_value(node: DictConfig | ListConfig, key: Any) -> Any:
     return OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index]
 
 
-def needs_environment(text: str) -> bool:
-    """Whether a saved YAML names environment variables, so that only its owner should read it."""
-    return "oc.env" in text
+def mode_of(text: str) -> int:
+    """The mode of a file with this saved YAML: private if it names environment variables."""
+    return 0o600 if "oc.env" in text else 0o644
 
 
 def _plain(node: DictConfig | ListConfig, key: Any, names: list[str]) -> Any:

@@ -82,7 +82,7 @@ def named(name: str) -> Callable[[type[T]], type[T]]:
 
 
 def target_of(cls: type[Any]) -> str:
-    """The `_target_` of a class in configs: its registered name, FILE.py:CLASS, or its import path."""
+    """The `_target_` of a class in configs: its registered name, or FILE.py:CLASS."""
     target: str | None = cls.__dict__.get("config_target")
     return target or f"{cls.__module__}.{cls.__qualname__}"
 
@@ -206,8 +206,11 @@ def key_of(owner: object, field: str) -> str:
 
 
 def require_part(value: object, key: str) -> None:
-    """Raise ConfigError if an override has put a plain value in the place of a part."""
-    if value is None or isinstance(value, str | int | float | list | dict):
+    """Raise ConfigError if an override or a YAML has put a plain value, or keys without a choice, in a part's place."""
+    if isinstance(value, dict):
+        hint = f"choose one with {key}=NAME, or start your YAML with `defaults: [NAME, _self_]`"
+        raise ConfigError("the keys belong to no choice", key=key, hint=hint)
+    if value is None or isinstance(value, str | int | float | list):
         raise ConfigError("must be a part, not a value", key=key, value=value, hint=f"set its keys: {key}.KEY=VALUE")
 
 

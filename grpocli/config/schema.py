@@ -104,30 +104,24 @@ class Rollouts:
     """Change the weights under running requests instead of waiting for them; needs max_staleness above 0."""
 
     def __post_init__(self) -> None:
-        require(self, "prompts_per_step", self.prompts_per_step >= 1, "must be at least 1")
-        require(self, "group_size", self.group_size >= 1, "a group is compared with itself: it needs at least 2")
+        for field in ("prompts_per_step", "group_size", "max_prompt_tokens", "max_completion_tokens"):
+            require(self, field, getattr(self, field) >= 1, "must be at least 1")
         problem = f"a step of more than {MAX_COMPLETIONS:,} completions fits in no memory"
         require(self, "prompts_per_step", self.prompts_per_step * self.group_size <= MAX_COMPLETIONS, problem)
-        require(self, "max_prompt_tokens", self.max_prompt_tokens >= 1, "must be at least 1")
-        require(self, "max_completion_tokens", self.max_completion_tokens >= 1, "must be at least 1")
         one_of(self, "long_prompts", ("drop", "truncate"))
-        require(
-            self,
-            "temperature",
-            1e-3 <= self.temperature < math.inf,
-            "must be above 0 (at least 0.001) and finite: groups of greedy completions are all equal",
-        )
+        problem = "must be above 0 (at least 0.001) and finite: groups of greedy completions are all equal"
+        require(self, "temperature", 1e-3 <= self.temperature < math.inf, problem)
         require(self, "top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1")
         require(self, "top_k", self.top_k >= 0, "must be 0 (off) or more")
         require(self, "min_p", 0 <= self.min_p < 1, "must be at least 0 and below 1")
-        require(
-            self,
-            "repetition_penalty",
-            0 < self.repetition_penalty < math.inf,
-            "must be above 0 and finite (1: no penalty)",
-        )
+        ok = 0 < self.repetition_penalty < math.inf
+        require(self, "repetition_penalty", ok, "must be above 0 and finite (1: no penalty)")
         require(self, "stop", all(self.stop), "a stop string must not be empty")
-        self._check_structure()
+        schema = self.json_schema
+        require(self, "json_schema", schema is None or isinstance(schema, dict), "must be a JSON schema: an object")
+        require(self, "json_schema", schema is None or self.regex is None, "choose this or rollout.regex, not both")
+        if self.regex is not None:
+            check_regex(self, "regex")
         require(self, "max_staleness", self.max_staleness >= 0, "must be 0 (exactly on-policy) or more")
         problem = "no request runs while weights change unless rollout.max_staleness is above 0"
         require(self, "in_flight", self.max_staleness > 0 or not self.in_flight, problem)
@@ -173,14 +167,6 @@ class Rollouts:
             json_schema=self.json_schema,
         )
 
-    def _check_structure(self) -> None:
-        """Check regex and JSON schema without vLLM, which checks them again when the engine connects."""
-        schema = self.json_schema
-        require(self, "json_schema", schema is None or isinstance(schema, dict), "must be a JSON schema: an object")
-        require(self, "json_schema", schema is None or self.regex is None, "choose this or rollout.regex, not both")
-        if self.regex is not None:
-            check_regex(self, "regex")
-
 
 @section("checkpoint")
 class Checkpoint:
@@ -209,10 +195,8 @@ class StopAt:
     def __post_init__(self) -> None:
         ok = self.threshold is None or 0 <= self.threshold <= 1
         require(self, "threshold", ok, "must be a share between 0 and 1")
-        ok = self.threshold is None or self.metric is not None
-        require(self, "threshold", ok, "needs eval.stop_at.metric, such as accuracy; null: train all train.steps")
-        ok = self.metric is None or self.threshold is not None
-        require(self, "metric", ok, "needs eval.stop_at.threshold, the share at which the run ends")
+        ok = (self.metric is None) == (self.threshold is None)
+        require(self, "metric", ok, "goes with eval.stop_at.threshold, the share at which the run ends: give both")
 
     def check_run(self, run: Run) -> None:
         """Require an accuracy that is measured within the run."""
@@ -233,8 +217,7 @@ class StopAt:
     def reached_by(self, results: Mapping[str, Any] | None) -> float | None:
         """The metric of an evaluation that ends the run; None if it does not end it."""
         value = (results or {}).get(self.name)
-        known = isinstance(value, int | float) and self.threshold is not None
-        return float(value) if known and value >= self.threshold else None  # type: ignore[arg-type, operator]
+        return None if value is None or self.threshold is None or value < self.threshold else float(value)
 
     def reason(self, results: Mapping[str, Any] | None) -> str:
         """Why an evaluation ends the run, such as `eval/accuracy is 0.940, at least ...`; empty if it does not."""
@@ -331,9 +314,8 @@ class Run:
     eval: Eval = Eval()
     hub: Hub = Hub()
     callbacks: list[UserCode] = dataclasses.field(default_factory=list)
-    """Callbacks of your own, FILE.py:CLASS with a class derived from grpocli.Callback, called in this order."""
-    callbacks_strict: bool = False
-    """An error in a callback ends the run; false: it is logged, and the run goes on."""
+    """Callbacks of your own, FILE.py:CLASS with a class derived from grpocli.Callback, called in this order. An
+    error in one is logged, and the run goes on."""
     name: str | None = None
     """Name of the run in tables, pages and trackers; null: its folder."""
     tags: list[str] = dataclasses.field(default_factory=list)
@@ -358,12 +340,10 @@ class Run:
         return {getattr(self.task, "task_name", None) or name_of(choice_of("task", self.task)): self.task}
 
     def __post_init__(self) -> None:
-        for group in ("algorithm", "task", "model", "engine", "sync", "hardware", "optim", "tracker"):
-            if isinstance(getattr(self, group), dict):
-                hint = f"choose one with {group}=NAME, or start your YAML with `defaults: [NAME, _self_]`"
-                raise ConfigError("the keys belong to no choice", key=group, hint=hint)
-        for name, reward in self.reward.items():
-            require_part(reward, f"reward.{name}")
+        groups = ("algorithm", "task", "model", "engine", "sync", "hardware", "optim", "tracker")
+        rewards = {f"reward.{name}": reward for name, reward in self.reward.items()}
+        for key, value in ({group: getattr(self, group) for group in groups} | rewards).items():
+            require_part(value, key)
         for spec in self.callbacks:
             if ":" not in spec:
                 raise ConfigError("must be FILE.py:CLASS or module:CLASS", key="callbacks", value=spec)

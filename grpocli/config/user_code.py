@@ -81,7 +81,11 @@ def load(function: str, key: str) -> Callable[..., Any]:
     """
     place, _, name = function.rpartition(":")
     with config_errors(Exception, SystemExit, says="importing it raised {}", why=raised, key=key, value=function):
-        module = _file(_existing(place, key)) if place.endswith(".py") else _module(place)
+        if place.endswith(".py"):
+            module = _file(_existing(place, key))
+        else:
+            _reachable(Path.cwd())
+            module = importlib.import_module(place)
     found = getattr(module, name, None)
     if not callable(found):
         if hasattr(module, name):
@@ -155,11 +159,6 @@ def _no_name(function: str, place: str, name: str, names: Iterable[str], key: st
     return ConfigError(f"{place} has no function or class {name}{nearest(name, names)}", key=key, value=function)
 
 
-def _module(name: str) -> Any:
-    _reachable(Path.cwd())
-    return importlib.import_module(name)
-
-
 def _reachable(folder: Path) -> None:
     """Append a folder to the import path, after installed packages."""
     if str(folder) not in sys.path:
@@ -169,9 +168,8 @@ def _reachable(folder: Path) -> None:
 def _file(path: Path) -> Any:
     """Import a file once, so that all configs get the same classes."""
     _reachable(path.parent)  # as for a script
-    name = (
-        f"grpocli_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"  # two folders may have files of the same name
-    )
+    # two folders may have files of the same name
+    name = f"grpocli_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -281,12 +279,8 @@ def raised(error: BaseException) -> str:
 
     With GRPOCLI_TRACEBACK=1 the traceback follows. It is part of the text because worker processes send only text.
     """
-    name = type(error).__name__
-    try:
-        message = " ".join((error.msg if isinstance(error, SyntaxError) else str(error)).split())
-    except Exception:  # noqa: BLE001 - the text of a user's error may raise
-        message = ""
-    return f"{name}: {message}{where(error)}" if message else f"{name}{where(error)}"
+    message = " ".join((error.msg if isinstance(error, SyntaxError) else str(error)).split())
+    return f"{type(error).__name__}{message and f': {message}'}{where(error)}"
 
 
 def where(error: BaseException) -> str:
@@ -341,5 +335,4 @@ def _short(filename: str) -> str:
 
 
 def _cut(line: str) -> str:
-    line = " ".join(line.split())
-    return shorten(line, LONGEST)
+    return shorten(" ".join(line.split()), LONGEST)

@@ -8,8 +8,6 @@ from typing import Any
 
 import yaml
 
-MAX_DEPTH = 100
-"""Most nested lists and mappings: the C loader recurses, and a stack overflow crashes the process."""
 BROKEN = (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
 """The errors that YAML loaders raise, for example for `!!timestamp abc`."""
 TARGET = "_target_"
@@ -44,13 +42,8 @@ LOADER.add_implicit_resolver(
 
 
 def load(text: str) -> Any:
-    """A YAML as plain values. Raises ValueError, with a message of one line, if it is broken or too deep."""
-    depth = 0
+    """A YAML as plain values. Raises ValueError, with a message of one line, if it is broken."""
     try:
-        for event in yaml.parse(text, LOADER):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MAX_DEPTH:
-                raise ValueError(f"lists or mappings nested more than {MAX_DEPTH} deep")
         return yaml.load(text, LOADER)
     except BROKEN as error:
         raise ValueError(reason(error)) from error

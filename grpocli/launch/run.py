@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from grpocli.composition.checks import check_devices, check_model
-from grpocli.composition.compose import mode_of, save, write_record
+from grpocli.composition.compose import save, write_record
 from grpocli.composition.resume import changes
-from grpocli.config.environment import without_environment
+from grpocli.config.environment import mode_of, without_environment
 from grpocli.config.user_code import choice_of
 from grpocli.environments.environment import environment_of
 from grpocli.errors import ConfigError, GrpoError, Stopped
@@ -95,10 +95,7 @@ def run_errors(run_dir: RunDir, new: bool) -> Iterator[None]:
             raise KeyboardInterrupt(f"interrupted; {how}") from error
         raise
     except Stopped:
-        try:
-            resume_marker(run_dir.path).touch()
-        except OSError as error:
-            raise run_dir.run_error(error) from error
+        resume_marker(run_dir.path).touch()
         raise
     except GrpoError:
         raise
@@ -109,15 +106,24 @@ def run_errors(run_dir: RunDir, new: bool) -> Iterator[None]:
 
 def _train_locked(config: DictConfig, run: Run, run_dir: RunDir, resuming: bool, node: Node | None) -> float | None:
     """The stages of a run, in a folder that this process has locked."""
-    from grpocli.training.checkpoint import State, load_state
+    from grpocli.training.checkpoint import ResumePoint, State, load_state, resume_point
     from grpocli.views.live_view import make_view
 
     view = make_view()
     try:
-        _clear_folder(config, run, run_dir, resuming)
+        run_dir.check_writable(resuming=resuming)
+        run_dir.restore()  # after a kill
+        if not resuming:
+            write_record(run_dir.path, config)
+        clean(run_dir.path)
+        refuse_other_run(PUSH_KEY, run.hub, run_dir)
         run, devices = _with_choices(config, run, run_dir if resuming else None, view)
-        job = prepare(run, run_dir, view, devices, node)
-        point = _resume_point(run, run_dir, view, resuming)
+        job, point = prepare(run, run_dir, view, devices, node), ResumePoint()
+        if resuming:
+            view.stage("checking the checkpoint")
+            if run_dir.metrics.exists():
+                read_metrics(run_dir.metrics)  # finds a damaged line before anything starts
+            point = resume_point(run_dir.path, run.resume_fallback, view.progress)
         job = replace(job, checkpoint=point.path)
         state = load_state(point.path) if point.path else State()
         changed, warnings = _record_session(config, run, run_dir, job, point, state, resuming)
@@ -133,27 +139,6 @@ def _train_locked(config: DictConfig, run: Run, run_dir: RunDir, resuming: bool,
     finally:
         view.stop()
         run_dir.restore()
-
-
-def _clear_folder(config: DictConfig, run: Run, run_dir: RunDir, resuming: bool) -> None:
-    """Make the folder ready to be written to: repair it after a kill, and remove what other sessions left."""
-    run_dir.check_writable(resuming=resuming)
-    run_dir.restore()
-    if not resuming:
-        write_record(run_dir.path, config)
-    clean(run_dir.path)
-    refuse_other_run(PUSH_KEY, run.hub, run_dir)
-
-
-def _resume_point(run: Run, run_dir: RunDir, view: View, resuming: bool) -> ResumePoint:
-    from grpocli.training.checkpoint import ResumePoint, resume_point
-
-    if not resuming:
-        return ResumePoint()
-    view.stage("checking the checkpoint")
-    if run_dir.metrics.exists():
-        read_metrics(run_dir.metrics)  # finds a damaged line before anything starts
-    return resume_point(run_dir.path, run.resume_fallback, view.progress)
 
 
 def _report_resume(run: Run, point: ResumePoint, done: int, view: View, changed: Changes) -> None:
@@ -210,7 +195,10 @@ def _record_session(
 
 def _with_choices(config: DictConfig, run: Run, resumed: RunDir | None, view: View) -> tuple[Run, Devices]:
     """The run with what its keys leave open, and its devices. The config keeps what a resume elsewhere needs."""
-    run = _with_steps(config, run, resumed)
+    epochs = run.train.data_epochs
+    if epochs is not None and not (resumed and SavedRun(resumed.path).flat.get("train.data_epochs") == epochs):
+        config.train.steps = steps_of(epochs, run)  # a resume keeps them unless it changes the epochs
+        run = replace(run, train=replace(run.train, steps=config.train.steps))
     if isinstance(run.engine, AutoEngine):
         run = replace(run, engine=run.engine.for_run(run, view.note))
     devices = devices_of(run.hardware, run.engine.resolved())
@@ -220,15 +208,6 @@ def _with_choices(config: DictConfig, run: Run, resumed: RunDir | None, view: Vi
     if run.model.lora.path:  # the folder may be gone when the run is resumed or evaluated
         OmegaConf.update(config, "model.lora", asdict(run.model.lora))
     return replace(run, eval=replace(run.eval, problems=config.eval.problems)), devices
-
-
-def _with_steps(config: DictConfig, run: Run, resumed: RunDir | None) -> Run:
-    """Set `train.steps` to `train.data_epochs` in run and config. A resume keeps them unless it changes the epochs."""
-    epochs = run.train.data_epochs
-    if epochs is None or (resumed and SavedRun(resumed.path).flat.get("train.data_epochs") == epochs):
-        return run
-    config.train.steps = steps_of(epochs, run)
-    return replace(run, train=replace(run.train, steps=config.train.steps))
 
 
 def steps_of(epochs: float, run: Run) -> int:

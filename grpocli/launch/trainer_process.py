@@ -76,26 +76,21 @@ class TrainerProcess:
         trainer = None
         try:
             trainer = self._trainer(world, recorder)
-            results = self._train(trainer, recorder)
+            config = SavedRun(self.run_dir.path).config
+            recorder.callbacks.on_start(self.run_dir.path, config, self.run.train.steps, trainer.state.step)
+            results = trainer.train()
             finish(trainer, self.job, results)
             recorder.finish_pushes(self.run.hub.timeout)
             recorder.callbacks.on_end(RunEnd(trainer.state.step, "done", "done", self.run_dir.model))
             return results.get("eval/accuracy")
         except BaseException as error:
+            if isinstance(error, SystemExit):
+                error = RunError(f"user code ended the process: {raised(error)}")
             self.report(error)
             self._summarise_failure(trainer, recorder, error)
-            raise
+            raise error
         finally:
             close_all(*([trainer.close] if trainer else []), recorder.close, world.close)
-
-    def _train(self, trainer: Trainer, recorder: Recorder) -> dict[str, float]:
-        """The final evaluation of a training. Raises RunError if user code in it calls `exit`."""
-        config = SavedRun(self.run_dir.path).config
-        recorder.callbacks.on_start(self.run_dir.path, config, self.run.train.steps, trainer.state.step)
-        try:
-            return trainer.train()
-        except SystemExit as error:
-            raise RunError(f"user code ended the process: {raised(error)}") from error
 
     def _trainer(self, world: World, recorder: Recorder) -> Trainer:
         from grpocli.training.build_trainer import build_trainer, load_prompts
@@ -163,13 +158,8 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
         answer_columns=answer_columns(run.reward.values()),
         begin=partial(_begin, run_dir, log, done, view),
     )
-    recorder.callbacks = Callbacks(
-        make_callbacks(run.callbacks),
-        run.callbacks_strict,
-        show=view.stage,
-        restore=recorder.show_stage,
-        warn=view.warn,
-    )
+    callbacks = make_callbacks(run.callbacks)
+    recorder.callbacks = Callbacks(callbacks, show=view.stage, restore=recorder.show_stage, warn=view.warn)
     if run.hub.push and run.hub.checkpoints:
         from grpocli.publish.push import CheckpointPushes, Pusher
 
@@ -240,12 +230,15 @@ def summary_of_run(trainer: Trainer | None, recorder: Recorder, **facts: Any) ->
 
 def main() -> None:
     """One of several trainer processes: accelerate runs `python -m grpocli.launch.trainer_process RUN_DIR`."""
+    from grpocli.composition.compose import saved_run
     from grpocli.launch.trainer_launcher import stop_file
     from grpocli.processes.libraries import quiet_libraries
     from grpocli.processes.reaper import die_with_parent
     from grpocli.processes.reports import DONE, HeartbeatWriter
     from grpocli.processes.signals import StopSignal, enable_crash_tracebacks, handle_stops
     from grpocli.processes.threads import end_process
+    from grpocli.views.live_view import make_view
+    from grpocli.views.view import View
 
     enable_crash_tracebacks()
     die_with_parent()  # as the launcher dies with its guard
@@ -256,7 +249,12 @@ def main() -> None:
     quiet_libraries()
     try:
         log_to(run_dir, rank)
-        _train_rank(run_dir, rank, stop, heartbeat)
+        run = saved_run(run_dir)
+        view = make_view() if rank == 0 else View()
+        view.start(run.name or run_dir.name, [], run.train.steps)
+        report = partial(_report, run_dir, rank)
+        with run_dir.worker_lock():
+            TrainerProcess(run, TrainerJob.load(run_dir.path), run_dir, stop, view, report, heartbeat).train()
     except Stopped:
         pass  # reported; with a code the launcher would end the others before they have finished
     except Exception as error:
@@ -265,19 +263,6 @@ def main() -> None:
         end_process(as_grpo_error(error, run_dir).exit_code)
     heartbeat.enter(DONE)
     end_process(0)
-
-
-def _train_rank(run_dir: RunDir, rank: int, stop: StopSignal, heartbeat: HeartbeatWriter) -> None:
-    from grpocli.composition.compose import saved_run
-    from grpocli.views.live_view import make_view
-    from grpocli.views.view import View
-
-    run = saved_run(run_dir)
-    view = make_view() if rank == 0 else View()
-    view.start(run.name or run_dir.name, [], run.train.steps)
-    report = partial(_report, run_dir, rank)
-    with run_dir.worker_lock():
-        TrainerProcess(run, TrainerJob.load(run_dir.path), run_dir, stop, view, report, heartbeat).train()
 
 
 def _report(run_dir: RunDir, rank: int, error: BaseException) -> None:

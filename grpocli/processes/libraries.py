@@ -9,8 +9,6 @@ from collections.abc import MutableMapping
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 MAX_THRESHOLD = 2**31 - 1
-HALF_A_HEAP = 32 * 2**20
-"""The largest MMAP_THRESHOLD that older versions of glibc accept."""
 PADDING = 64 * 2**20
 """Bytes by which the heap grows at a time."""
 
@@ -48,14 +46,10 @@ def keep_freed_memory() -> bool:
     By default glibc maps every large tensor anew and unmaps it at once, and the kernel fills each page with zeros:
     a quarter of a step's time. Settings in the environment and other implementations of malloc stay as they are.
     """
-    variables = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
-    if any(name in os.environ for name in variables):
-        return False
-    if "malloc" in os.environ.get("GLIBC_TUNABLES", ""):
-        return False
+    theirs = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
+    if theirs or mallopt is None:
         return False
-    if not any(mallopt(MMAP_THRESHOLD, value) for value in (MAX_THRESHOLD, HALF_A_HEAP)):
+    if not any(mallopt(MMAP_THRESHOLD, value) for value in (MAX_THRESHOLD, 32 * 2**20)):  # the second for older glibc
         return False  # the settings below would only switch off glibc's own tuning of the threshold
     return bool(mallopt(TRIM_THRESHOLD, MAX_THRESHOLD)) and bool(mallopt(TOP_PAD, PADDING))

@@ -13,7 +13,7 @@ from typing import Any
 
 from grpocli.config.parts import nearest
 from grpocli.config.user_code import keep_random_state, load, raised, short
-from grpocli.errors import ConfigError, RunError, config_errors
+from grpocli.errors import ConfigError, config_errors
 from grpocli.runs.metrics import to_json
 
 logger = logging.getLogger(__name__)
@@ -123,8 +123,6 @@ class Callbacks:
 
     callbacks: Sequence[tuple[str, Callback]] = ()
     """With their names."""
-    strict: bool = False
-    """End the run at an error."""
     show: Callable[[str], None] = lambda text: None
     """Shows what the run waits for."""
     restore: Callable[[], None] = lambda: None
@@ -157,8 +155,6 @@ class Callbacks:
         self._call("after_checkpoint", CheckpointSaved(step, folder))
 
     def on_end(self, end: RunEnd) -> None:
-        """Pass on the end, which an error in a callback does not change."""
-        self.strict = False
         self._call("on_end", end)
 
     def _call(self, method: str, event: object) -> None:
@@ -175,12 +171,10 @@ class Callbacks:
                 logger.info(self.stop)
             except (Exception, SystemExit) as error:
                 problem = f"the callback {name} failed in {method}: {raised(error)}"
-                if self.strict:
-                    raise RunError(problem) from error
                 if (name, method) not in self.failed:
                     self.failed.add((name, method))
                     logger.error(problem, exc_info=error)
-                    self.warn(f"{problem}; the run goes on (callbacks_strict=true would end it)")
+                    self.warn(f"{problem}; the run goes on")
             finally:
                 self.restore()
 

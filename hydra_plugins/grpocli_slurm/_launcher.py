@@ -16,7 +16,8 @@ from hydra.core.utils import JobReturn, JobStatus, filter_overrides, run_job, se
 from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
-from grpocli.composition.compose import build_run, mode_of, resolve_hydra, save, write_record
+from grpocli.composition.compose import build_run, resolve_hydra, save, write_record
+from grpocli.config.environment import mode_of
 from grpocli.errors import ConfigError
 from grpocli.files import write_atomic
 from grpocli.runs.run_dir import RunDir

@@ -105,5 +105,5 @@ def config_dir(folder: Path) -> list[str]:
     """The arguments that choose this engine; `tests` must be in PYTHONPATH."""
     (folder / "engine").mkdir(parents=True, exist_ok=True)
     fields = "".join(f"{field.name}: {str(field.default).lower()}\n" for field in dataclasses.fields(Copied))
-    (folder / "engine" / "copied.yaml").write_text("_target_: cli.copied.Copied\n" + fields)
+    (folder / "engine" / "copied.yaml").write_text("_target_: cli.copied:Copied\n" + fields)
     return ["--config-dir", str(folder), "engine=copied"]

@@ -97,7 +97,7 @@ def test_a_user_may_add_a_reward_and_a_recipe(tmp_path: Path) -> None:
     (tmp_path / "reward").mkdir()
     (tmp_path / "recipe").mkdir()
     (tmp_path / "reward" / "mine.yaml").write_text(
-        "# @package reward.mine\n_target_: grpocli.rewards.python.PythonReward\nfunction: mine.py:score\n"
+        "# @package reward.mine\n_target_: reward/python\nfunction: mine.py:score\n"
     )
     (tmp_path / "recipe" / "short.yaml").write_text(
         "# @package _global_\n"

@@ -12,7 +12,6 @@ from grpocli.composition.compose import build_run, compose, save
 from grpocli.config.build import build
 from grpocli.config.parts import CLASSES
 from grpocli.errors import ConfigError
-from grpocli.types import Sampling
 
 
 def test_a_saved_config_has_no_module_path() -> None:
@@ -29,20 +28,15 @@ def test_a_run_resumes_after_a_class_has_moved(tmp_path: Path, monkeypatch: pyte
 
 
 def test_an_unknown_choice_in_a_saved_config_gives_a_one_sentence_error() -> None:
-    with pytest.raises(ConfigError, match=r"^_target_=reward/theirs: no choice has this name; install the package"):
+    with pytest.raises(ConfigError, match=r"^_target_=reward/theirs: no choice has this name; name a choice"):
         build(OmegaConf.create({"_target_": "reward/theirs"}))
-    with pytest.raises(ConfigError, match=r"^reward\.a\._target_=nowhere\.Reward: cannot be imported"):
-        build(OmegaConf.create({"reward": {"a": {"_target_": "nowhere.Reward"}}}))
-
-
-def test_a_class_without_a_choice_is_imported() -> None:
-    made = build(OmegaConf.create({"_target_": "grpocli.types.Sampling", "max_tokens": 3}))
-    assert made == Sampling(3)
 
 
 def test_only_parts_are_built(tmp_path: Path) -> None:
-    for target, values in (("os.makedirs", {"name": "made"}), ("logging.FileHandler", {"filename": "made"})):
+    calls = [("os:makedirs", {"name": "made"}), ("logging:FileHandler", {"filename": "made"}), ("os.makedirs", {})]
+    for target, values in calls:
         values = {key: f"{tmp_path}/{value}" for key, value in values.items()}
-        with pytest.raises(ConfigError, match=rf"^optim\._target_={target}: is not a part of a run; name a choice"):
+        with pytest.raises(ConfigError) as refused:
             build(OmegaConf.create({"optim": {"_target_": target, **values}}))
+        assert refused.value.key.startswith("optim")
     assert not (tmp_path / "made").exists()

@@ -12,8 +12,8 @@ from composed import again, begun
 from omegaconf import OmegaConf
 
 from grpocli.algorithm.kl import NoKL
-from grpocli.composition.compose import build_run, compose, mode_of, save
-from grpocli.config.environment import without_environment
+from grpocli.composition.compose import build_run, compose, save
+from grpocli.config.environment import mode_of, without_environment
 from grpocli.errors import ConfigError
 from grpocli.files import QuietFileHandler
 from grpocli.launch.trainer_process import make_recorder
@@ -106,7 +106,7 @@ def test_a_tracker_gets_names_instead_of_values(tmp_path: Path) -> None:
     tracker = SimpleNamespace(start=lambda name, folder, config, done: given.append(config))
     rollout = SimpleNamespace(sampling=SimpleNamespace(structure=None))
     parts = {"tracker": tracker, "rollout": rollout, "algorithm": SimpleNamespace(kl=NoKL()), "reward": {}}
-    plain = {"name": "", "callbacks": [], "callbacks_strict": False, "hub": SimpleNamespace(push=None)}
+    plain = {"name": "", "callbacks": [], "hub": SimpleNamespace(push=None)}
     job = SimpleNamespace(checkpoint=None, engine=SimpleNamespace(dtype="float32"))
     make_recorder(SimpleNamespace(**parts, **plain), RunDir(tmp_path), SimpleNamespace(is_main=True), job, View())  # type: ignore[arg-type]
     assert given[0]["rollout"]["stop"] == ["${oc.env:MY_SECRET}"]

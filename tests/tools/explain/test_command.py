@@ -65,7 +65,7 @@ def test_a_user_part_is_explained(grpocli: Command, tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(str(tmp_path))
     folder = tmp_path / "conf" / "algorithm" / "objective"
     folder.mkdir(parents=True)
-    (folder / "reinforce.yaml").write_text("_target_: mine_for_explain.Reinforce\n")
+    (folder / "reinforce.yaml").write_text("_target_: mine_for_explain:Reinforce\n")
     _, out, err = grpocli("explain", "--config-dir", str(tmp_path / "conf"), "algorithm/objective=reinforce")
     assert err == ""
     assert "−A log π, no ratio at all." in out
