@@ -15,9 +15,6 @@ ALGORITHMS = ("cispo", "dapo", "dgpo", "dppo", "drgrpo", "gmpo", "grpo", "gspo",
 TYPED = {
     "gpro": "grpo",
     "grop": "grpo",
-    "dpao": "dapo",
-    "adpo": "dapo",
-    "gsop": "gspo",
     "rlo": "rloo",
     "drgpo": "drgrpo",
 }
@@ -51,9 +48,10 @@ def test_a_command_that_does_not_exist_names_the_one_that_does(
     [
         ([], set()),
         (["model=chat", "task=jsonl", "task.path=rows.jsonl"], {"needs task.format=chat"}),
-        (["model=chat", "task=jsonl", "task.path=rows.jsonl", "task.format=chat"], set()),
-        ([*THOUGHT, "rollout.max_completion_tokens=600"], {"the model is made for 512"}),
-        ([*THOUGHT, "reward=[exact_match,format]"], {"the chat template opens <think>"}),
+        (
+            [*THOUGHT, "rollout.max_completion_tokens=600", "reward=[exact_match,format]"],
+            {"the model is made for 512", "the chat template opens <think>"},
+        ),
     ],
     ids=" ".join,
 )

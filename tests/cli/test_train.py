@@ -63,7 +63,7 @@ def test_the_final_model_is_a_hugging_face_folder(grpocli, run: Path, tmp_path: 
     assert "model.warm_start_steps" in err
 
 
-@pytest.mark.parametrize("algorithm", ["dapo", "dgpo", "drgrpo", "rloo"])
+@pytest.mark.parametrize("algorithm", ["dapo", "rloo"])
 def test_every_algorithm_trains(algorithm: str, grpocli, tmp_path: Path) -> None:
     options = ["eval.problems=0", "train.steps=2"]
     code, _, err = grpocli(*SMALL_RUN, f"algorithm={algorithm}", *options, f"hydra.run.dir={tmp_path}/run")
@@ -74,23 +74,6 @@ def test_every_algorithm_trains(algorithm: str, grpocli, tmp_path: Path) -> None
     if algorithm == "dapo":
         assert rows[0]["sampling/rounds"] >= 1
         assert "rewards/overlong/mean" in rows[0]
-
-
-def test_several_epochs_and_minibatches_are_off_policy(grpocli, tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text(
-        "def small(completions, **kwargs):\n    return [-float(ord(c[0]['content'][:1] or '9')) for c in completions]\n"
-    )
-    options = ["train.epochs=3", "train.minibatches=2", "optim.lr=1e-2", "eval.problems=0"]
-    options += ["reward=[python]", "reward.python.function=reward.py:small"]
-    assert grpocli(*SMALL_RUN, *options, f"hydra.run.dir={tmp_path}/run")[0] == 0
-    assert any(row["clip_ratio/region_mean"] > 0 for row in metrics(tmp_path / "run"))
-
-
-def test_gradient_checkpointing_changes_nothing(grpocli, run: Path, tmp_path: Path) -> None:
-    options = ["train.gradient_checkpointing=true", "eval.problems=0"]
-    assert grpocli(*SMALL_RUN, *options, f"hydra.run.dir={tmp_path}/run")[0] == 0
-    for one, other in zip(metrics(tmp_path / "run"), metrics(run), strict=True):
-        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
 def test_a_truncated_distribution_is_scored_under_the_same_truncation(grpocli, tmp_path: Path) -> None:

@@ -82,25 +82,3 @@ def test_a_detached_run_survives_and_a_preempted_one_equals_an_uninterrupted_one
     job.until_over("COMPLETED", seconds=180)
     assert job.shown("Restarts") == "1"
     assert_same_run(job.run, uninterrupted)
-
-
-def test_a_run_near_its_time_limit_equals_an_uninterrupted_one(
-    cluster: Cluster, tmp_path: Path, uninterrupted: Path
-) -> None:
-    """The test sends the signal of `--signal=B:USR1@...`, because SLURM sends it up to a minute early or late."""
-    job = detached(cluster, tmp_path / "sweep", *LONG)
-    wait_for_step(job, 7)
-    cluster.run("scancel", "--batch", "--signal=USR1", job.number)
-    job.until_over("COMPLETED", seconds=300)
-    assert job.shown("Restarts") == "1"
-    assert "asked to stop" in job.log
-    assert_same_run(job.run, uninterrupted)
-
-
-def test_a_cancelled_run_leaves_no_process(cluster: Cluster, tmp_path: Path) -> None:
-    job = detached(cluster, tmp_path / "sweep", *LONG, "train.steps=1000")
-    wait_for_step(job, 3)
-    cluster.run("scancel", job.number)
-    job.until_over("CANCELLED")
-    assert [cluster.processes(node) for node in cluster.nodes] == [[], [], []]
-    assert job.shown("Restarts") == "0"
