@@ -46,13 +46,7 @@ def _hub(args: argparse.Namespace) -> Any:
 
     names = {field.name for field in dataclasses.fields(Hub)}
     values = {key: value for key, value in SavedRun(args.run).section("hub").items() if key in names}
-    given = {
-        "push": args.to,
-        "revision": args.revision,
-        "private": None if args.public is None else not args.public,
-        "checkpoints": args.checkpoints,
-        "rollouts": args.rollouts,
-    }
+    given = {"push": args.to, "checkpoints": args.checkpoints}
     values |= {key: value for key, value in given.items() if value is not None}
     if values.get("push") is None:
         raise ConfigError("name the repository: --to OWNER/NAME", key="--to")
@@ -65,13 +59,9 @@ def _hub(args: argparse.Namespace) -> Any:
 def _parser() -> argparse.ArgumentParser:
     about = "Push a run to a model repository of the Hugging Face hub. Defaults are in its config: hub.*"
     parser = plain_parser("push", about, EXAMPLES)
-    flag: Any = argparse.BooleanOptionalAction
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
     parser.add_argument("--to", metavar="OWNER/NAME", help="the repository; made, as a private one, if it is not there")
-    parser.add_argument("--revision", metavar="BRANCH", help="the branch")
-    parser.add_argument("--public", action="store_const", const=True, help="make a new repository a public one")
-    parser.add_argument("--checkpoints", action=flag, help="push its checkpoints, too")
-    parser.add_argument("--rollouts", action=flag, help="push its sampled completions, too")
+    parser.add_argument("--checkpoints", action=argparse.BooleanOptionalAction, help="push its checkpoints, too")
     return parser
 
 

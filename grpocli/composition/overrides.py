@@ -39,16 +39,12 @@ def leaves_of(override: Override) -> Iterator[Leaf]:
     return leaves(override.value(), (override.package or override.key_or_group).replace("/", "."))
 
 
-def plain(value: Any) -> Any:
-    """A text without its quotes; other values unchanged."""
-    return value.text if isinstance(value, QuotedString) else value
-
-
 def texts_of(override: str) -> list[str]:
     """The texts of an override's list, or its only text, without quotes; as typed if Hydra reads something else."""
     found = parse(override)
     value = found._value if found else None
-    texts = [plain(one) for one in (value if isinstance(value, list) else [value])]
+    values = value if isinstance(value, list) else [value]
+    texts = [one.text if isinstance(one, QuotedString) else one for one in values]
     return texts if all(isinstance(one, str) for one in texts) else [override.partition("=")[2]]
 
 

@@ -69,12 +69,8 @@ def _reachable_name() -> str:
     with config_errors(OSError, says=f"{name} has no address here: {{}}", key="hardware", value="multinode"):
         addresses = {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
     if all(is_loopback(address) for address in addresses):
-        raise ConfigError(
-            f"{name} is {', '.join(sorted(addresses))} here, which other machines do not reach",
-            key="hardware",
-            value="multinode",
-            hint="remove that line from its /etc/hosts",
-        )
+        problem = f"{name} is {', '.join(sorted(addresses))} here, which other machines do not reach"
+        raise ConfigError(problem, key="hardware", value="multinode", hint="remove that line from its /etc/hosts")
     return name
 
 

@@ -65,11 +65,9 @@ class TrainerJob:
     @classmethod
     def load(cls, run_dir: Path) -> TrainerJob:
         values = json.loads(read_shared(run_dir / JOB))
-        engine = values["engine"]
-        at = values["checkpoint"]
-        at = Path(at) if at else None
+        engine, at = values["engine"], values["checkpoint"]
         job = EngineJob(**engine | {"run_dir": Path(engine["run_dir"]), "gpus": tuple(engine["gpus"])})
-        return cls(job, at, values["session"], values["ready"])
+        return cls(job, Path(at) if at else None, values["session"], values["ready"])
 
 
 def wait_for_job(

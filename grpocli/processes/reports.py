@@ -154,8 +154,7 @@ def root_cause(
     dead: processes that ended without a report; living: those that have not failed. timeout: seconds that a process
     waits for the others.
     """
-    own = [report for report in reports if not report.lost_peer]
-    if own:
+    if own := [report for report in reports if not report.lost_peer]:
         return own[0].error
     if not reports and not dead:
         return None
