@@ -226,6 +226,8 @@ def user_class(spec: str, key: str) -> type[Any]:
     first, *rest = key.split(".")
     group = f"{first}/{rest[0]}" if first == "algorithm" and rest else first
     cls: Any = load(spec, group)
+    if not isinstance(cls, type):
+        raise ConfigError("is a function, which is not a part: name a class", key=key, value=spec)
     return _as_part(cls, group, spec, key if first == "reward" else group.replace("/", "."))
 
 
