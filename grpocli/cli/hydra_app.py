@@ -9,6 +9,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -165,8 +166,6 @@ def complete(argv: list[str], commands: Collection[str], env: Mapping[str, str] 
     elif words[1] in commands and words[1] not in NO_OVERRIDES:
         before = rewrite([word for word in words[2:-1] if "=" in word and not word.startswith("-")])
         os.environ["COMP_LINE"] = " ".join(["grpocli", *before, words[-1]])
-        try:
+        with suppress(ConfigError):  # a wrong override: the command reports it when it runs
             hydra_app(lambda config: None, "vllm_serve" if words[1] == "vllm-serve" else "train", argv)
-        except ConfigError:  # a wrong override: the command reports it when it runs
-            return 0
     return 0

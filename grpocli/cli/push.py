@@ -50,10 +50,7 @@ def _hub(args: argparse.Namespace) -> Any:
     values |= {key: value for key, value in given.items() if value is not None}
     if values.get("push") is None:
         raise ConfigError("name the repository: --to OWNER/NAME", key="--to")
-    try:
-        return Hub(**values)
-    except ConfigError as error:
-        raise error.with_key("--to") if args.to else error from None
+    return Hub(**values)
 
 
 def _parser() -> argparse.ArgumentParser:

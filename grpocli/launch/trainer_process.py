@@ -106,13 +106,11 @@ class TrainerProcess:
             return  # a resume that did no step keeps the summary of the run so far
         known = error if isinstance(error, GrpoError) else GrpoError(raised(error))
         kind = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
-        try:
-            if recorder.metrics is not None:  # in the main process
-                cause, remedy = masked(known.cause), masked(known.remedy)
-                summary = summary_of_run(trainer, recorder, cause=cause, remedy=remedy, kind=kind, after={})
+        if recorder.metrics is not None:  # in the main process
+            cause, remedy = masked(known.cause), masked(known.remedy)
+            summary = summary_of_run(trainer, recorder, cause=cause, remedy=remedy, kind=kind, after={})
+            with suppress(OSError):  # the error that ends the run is the one to tell
                 write_summary(self.run_dir.summary, summary)
-        except OSError:
-            logger.exception("the summary was not written")
         if not isinstance(error, KeyboardInterrupt):  # a second Ctrl-C waits for nothing
             recorder.finish_pushes(PUSH_AFTER_STOP)
             recorder.callbacks.on_end(RunEnd(trainer.state.step if trainer else 0, kind, masked(str(known)), None))

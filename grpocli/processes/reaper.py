@@ -59,11 +59,9 @@ class Guard:
             self.signal_group(signal.SIGTERM)
 
     def signal_group(self, number: int) -> None:
-        try:
-            if self.child:
+        if self.child:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.killpg(self.child, number)
-        except ProcessLookupError:
-            return  # it has ended
 
     def run(self, command: list[str]) -> int:
         prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command become children of this process, which can find them
@@ -100,12 +98,10 @@ class Guard:
             self.stop_at = time.monotonic() + 0.2  # again, for processes that were started meanwhile
 
     def reap(self) -> None:
-        try:
+        with contextlib.suppress(ChildProcessError):  # no child is left
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 if found[0] == self.child:
                     self.status = found[1]
-        except ChildProcessError:
-            return  # no child left
 
     def end_leftovers(self) -> None:
         """End the processes that the command left behind."""
@@ -160,12 +156,10 @@ def descendants() -> list[int]:
     parents = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
-            try:
+            with contextlib.suppress(OSError):  # it has ended
                 fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue  # it has ended
-            if fields[0] not in "ZX":
-                parents[int(folder.name)] = int(fields[1])
+                if fields[0] not in "ZX":
+                    parents[int(folder.name)] = int(fields[1])
     found: list[int] = []
     level = {os.getpid()}
     while level := {pid for pid, parent in parents.items() if parent in level}:
@@ -176,11 +170,9 @@ def descendants() -> list[int]:
 def kill_tree(number: int, spare_trackers: bool = False) -> None:
     """Signal all descendants. spare_trackers: not Python's resource trackers, which end after their processes."""
     for pid in descendants():
-        try:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
             if not (spare_trackers and TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()):
                 os.kill(pid, number)
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended
 
 
 def delete(path: Path) -> None:

@@ -264,4 +264,4 @@ def test_the_command_wants_a_name(run: RunDir, grpocli: Callable[..., tuple[int,
     code, _, said = grpocli("push", str(run.path))
     assert code == 2
     assert "--to: name the repository: --to OWNER/NAME" in said
-    assert "--to=new: expected OWNER/NAME" in grpocli("push", str(run.path), "--to", "new")[2]
+    assert "hub.push=new: expected OWNER/NAME" in grpocli("push", str(run.path), "--to", "new")[2]
