@@ -36,13 +36,15 @@ def arguments(argv: list[str]) -> Any:
 
 
 def refuse_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Raise ConfigError for an option that a command does not have, such as `--learning_rate 1e-6`."""
-    known = parser._option_string_actions
+    """Raise one ConfigError for all options that a command does not have, such as `--learning_rate 1e-6`."""
+    known, unknown = parser._option_string_actions, []
     for word, after in zip(argv, [*argv[1:], ""], strict=True):
         option, _, value = word.partition("=")
         if len(option) > 2 and option.startswith("--") and not any(name.startswith(option) for name in known):
             follows = "" if after.startswith("-") or "=" in after else after
-            raise ConfigError(f"there is no option {option}{_advice(option, value or follows or 'VALUE', known)}")
+            unknown.append(f"there is no option {option}{_advice(option, value or follows or 'VALUE', known)}")
+    if unknown:
+        raise ConfigError("; ".join(unknown))
 
 
 def _advice(option: str, value: str, options: Iterable[str]) -> str:
