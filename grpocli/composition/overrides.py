@@ -44,7 +44,7 @@ def texts_of(override: str) -> list[str]:
     found = parse(override)
     value = found._value if found else None
     values = value if isinstance(value, list) else [value]
-    texts = [one.text if isinstance(one, QuotedString) else one for one in values]
+    texts: list[Any] = [one.text if isinstance(one, QuotedString) else one for one in values]
     return texts if all(isinstance(one, str) for one in texts) else [override.partition("=")[2]]
 
 

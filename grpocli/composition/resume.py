@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -94,7 +94,7 @@ class Resume:
     def saved(self) -> DictConfig:
         """The saved config."""
         with config_errors(OmegaConfBaseException, why=unresolved, key="resume", value=self.folder):
-            return cast("DictConfig", OmegaConf.create(SavedRun(self.folder).read_config(before=True)))
+            return OmegaConf.create(SavedRun(self.folder).read_config(before=True))
 
     def _merged(self, composed: DictConfig, saved: DictConfig) -> DictConfig:
         keys = [o.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".") for o in self.given]
