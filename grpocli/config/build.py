@@ -51,9 +51,10 @@ def _construct(target: str, values: dict[str, Any], key: str) -> Any:
             hint = "name a choice or FILE.py:CLASS, or install the package that registers it"
             raise ConfigError("no choice has this name", key=f"{key}.{TARGET}".lstrip("."), value=target, hint=hint)
         cls = user_class(target, key)
-    names = [f.name for f in dataclasses.fields(cls) if f.init]
-    if unknown := [name for name in values if name not in names]:
-        raise ConfigError(f"there is no key {f'{key}.{unknown[0]}'.lstrip('.')}{nearest(unknown[0], names)}")
+    if dataclasses.is_dataclass(cls):  # a mixture is none, its keys are its tasks
+        names = [f.name for f in dataclasses.fields(cls) if f.init]
+        if unknown := [name for name in values if name not in names]:
+            raise ConfigError(f"there is no key {f'{key}.{unknown[0]}'.lstrip('.')}{nearest(unknown[0], names)}")
     try:
         with config_errors(Exception, why=raised, key=key):
             return cls(**values)
