@@ -39,8 +39,6 @@ def test_a_resume_reports_changes_and_a_finished_run(grpocli, tmp_path: Path, mo
     ]
     assert [row["step"] for row in metrics(run)] == [1, 2, 3]
     card = (run / "model" / "README.md").read_text()
-    assert "| steps 1 to 2 | started " in card
-    assert "; `optim.lr` 0.001 -> 0.0005; `train.steps` 2 -> 3; `rollout.stop` " in card
     assert [json.loads(line)["step"] for line in (run / "sessions.jsonl").read_text().splitlines()] == [0, 2]
 
     assert "- ${oc.env:MY_SECRET}\n" in card
@@ -61,7 +59,6 @@ def test_a_resume_reports_changes_and_a_finished_run(grpocli, tmp_path: Path, mo
     assert "changed algorithm: grpo -> drgrpo" in out
     assert "rewards from now on: exact_match" in out
     card = (run / "model" / "README.md").read_text()
-    assert "| steps 4 to 4 | " in card
     assert "| algorithm | `drgrpo` |" in card
 
     for path in run.glob(".hydra/*"):  # a resume needs only the config
