@@ -38,7 +38,7 @@ def arguments(argv: list[str]) -> Any:
 def refuse_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
     """Raise one ConfigError for all options that a command does not have, such as `--learning_rate 1e-6`."""
     known, unknown = parser._option_string_actions, []
-    for word, after in zip(argv, [*argv[1:], ""], strict=True):
+    for word, after in zip(argv, [*argv, ""][1:], strict=True):
         option, _, value = word.partition("=")
         if len(option) > 2 and option.startswith("--") and not any(name.startswith(option) for name in known):
             follows = "" if after.startswith("-") or "=" in after else after

@@ -23,7 +23,7 @@ from grpocli.runs.saved_run import SavedRun
 from grpocli.text import one_line
 from grpocli_tools.report.page_data import PageData
 
-PLAIN_REWARD = "grpocli.rewards.reward.BaseReward"
+PLAIN_REWARD = "reward/exact_match"
 
 
 def report_page(
