@@ -44,10 +44,11 @@ test-slurm: setup ## runs on a SLURM cluster that is installed and started here 
 test-zero: setup .venv-zero/.ready ## zero3, with DeepSpeed built for the CPU in an environment beside .venv
 	.venv-zero/bin/python -m pytest tests/training/test_processes.py -m "survival or zero" $(ARGS)
 
+# What they leave out uses no package that the rest does not.
 test-newest: .venv-newest/.ready ## test-fast's tests with the newest release of everything, without vLLM
 test-oldest: .venv-oldest/.ready ## test-fast's tests with the oldest releases that pyproject.toml allows, without vLLM
 test-newest test-oldest: test-%:
-	.venv-$*/bin/python $(PYTEST) -m $(FAST) $(ARGS)
+	.venv-$*/bin/python $(PYTEST) -m $(FAST) --ignore=tests/files --ignore=tests/tools/porting --ignore=tests/tools/explain $(ARGS)
 
 chromium: ## install Chromium and its driver for the tests of the report's page (root on Debian; elsewhere install them yourself)
 	@command -v chromium > /dev/null && command -v chromedriver > /dev/null || \

@@ -1,19 +1,15 @@
-"""One or two trials of each kind of `make chaos`, its table, and trials that repeat from a seed."""
+"""Trials of `make chaos`, its table, and trials that repeat from a seed."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chaos import kills
 from chaos.damages import WEIGHTS, Damage
 from chaos.data import BadRow
 from chaos.faults import Fault
 from chaos.keyless import Keyless
-from chaos.kills import Kill
-from chaos.rewards import Misbehaviour
 from chaos.runner import KINDS, select
 from chaos.sandbox_attacks import EXISTS, LIES, Attack
 from chaos.servers import STAND_IN
@@ -32,11 +28,9 @@ ASKED = {
     "sandbox": 150,
     "keyless": 2000,
 }
-RUNS: list[Trial] = [  # whole runs
-    Kill("engine=transformers", kills.RUN, signal.SIGKILL, "in a step", 2, 0.05),
+RUNS: list[Trial] = [  # whole runs; test_survival.py and test_python_reward.py have kills and rewards that misbehave
     Damage("one flipped bit", WEIGHTS, fallback=False, seed=1),
     Fault("log-probs that are NaN", GENERATE, 5, 1, STAND_IN),
-    Misbehaviour("a catastrophic regex", 2, prefetch=False),
 ]
 SHORT: list[Trial] = [
     Keyless(STAND_IN, seed=1),

@@ -41,12 +41,12 @@ def run_with_reward(tmp_path: Path, then: str, *options: str) -> list[str]:
 
 @pytest.mark.survival
 def test_a_hanging_process_is_named_with_its_stage_at_the_timeout(tmp_path: Path) -> None:
-    options = ["hardware.processes=2", "hardware.timeout=20"]
+    options = ["hardware.processes=2", "hardware.timeout=10"]
     code, out = finish(start(*run_with_reward(tmp_path, "time.sleep(10_000)", *options)), timeout=240)
     assert code == 1, out
     assert "process 1 (pid " in out.splitlines()[-1]
     assert (
-        "did not arrive within hardware.timeout=20 s: it has been at 'reward.python' of step 3" in out.splitlines()[-1]
+        "did not arrive within hardware.timeout=10 s: it has been at 'reward.python' of step 3" in out.splitlines()[-1]
     )
     assert "did not arrive" in json.loads((tmp_path / "run" / "summary.json").read_text())["exit"]
     assert "Traceback" not in out
@@ -95,9 +95,10 @@ def machine(rank: int, *argv: str, session: str = "77", count: int = 2) -> subpr
 @pytest.mark.survival
 def test_two_machines_equal_two_processes(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    assert run_here("train", *SMALL, "hardware.processes=2", f"hydra.run.dir={one}") == 0
+    small = [*SMALL, "train.steps=2", "eval.problems=0"]
+    assert run_here("train", *small, "hardware.processes=2", f"hydra.run.dir={one}") == 0
     several = [*MACHINES, "hardware.train_nodes=2", "hardware.rollout_nodes=0"]
-    first = machine(0, *SMALL, *several, f"hydra.run.dir={two}")
+    first = machine(0, *small, *several, f"hydra.run.dir={two}")
     wait_for(two / "job.json")
     second = machine(1, f"resume={two}")
     for process in (first, second):
@@ -160,16 +161,15 @@ def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 @pytest.mark.survival
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_processes_that_wait_for_another_machine(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_ends_processes_that_wait_for_another_machine(tmp_path: Path) -> None:
     """They wait outside of Python, and nobody comes."""
     several = [*MACHINES, "hardware.train_nodes=2", "hardware.rollout_nodes=0"]
     alone = machine(0, *SMALL, *several, f"hydra.run.dir={tmp_path}/run")
     wait_for(tmp_path / "run" / "accelerate_0.json")
-    alone.send_signal(number)
+    alone.send_signal(signal.SIGHUP)
     code, out = finish(alone, timeout=30)
     assert code == 3
-    assert f"{number.name} before the first step" in out.splitlines()[-1]
+    assert "SIGHUP before the first step" in out.splitlines()[-1]
 
 
 @pytest.mark.survival
@@ -191,7 +191,7 @@ def test_a_signal_ends_processes_whose_first_collective_call_hangs(tmp_path: Pat
 def test_processes_that_share_micro_batches_equal_one(tmp_path: Path) -> None:
     """Also after a resume in one process."""
     one, two = tmp_path / "one", tmp_path / "two"
-    options = [*SMALL, *EVEN, "train.minibatches=2", "train.micro_batch_tokens=100"]
+    options = [*SMALL, *EVEN, "train.minibatches=2", "train.micro_batch_tokens=100", "eval.problems=0"]
     shared = ["hardware.processes=2", "hardware.context_parallel=2", "train.steps=2", "hardware.timeout=120"]
     assert run_here("train", *options, f"hydra.run.dir={one}") == 0
     assert run_here("train", *options, *shared, f"hydra.run.dir={two}") == 0

@@ -11,7 +11,7 @@ from cli.running import EVEN, SMALL, assert_same_run, finish, metrics, run_here,
 
 pytestmark = pytest.mark.survival
 
-LONG = ["train", *SMALL, *EVEN, "train.steps=12", "checkpoint.every=3", "eval.problems=0", "optim.warmup_steps=4"]
+LONG = ["train", *SMALL, *EVEN, "train.steps=8", "checkpoint.every=3", "eval.problems=0", "optim.warmup_steps=4"]
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     assert run_here(*LONG, f"hydra.run.dir={run}") == 0
-    assert [row["step"] for row in metrics(run)] == list(range(1, 13))
+    assert [row["step"] for row in metrics(run)] == list(range(1, 9))
     assert all(row["grad_norm"] > 0 for row in metrics(run)), "a run that learns nothing cannot show a difference"
     return run
 
@@ -35,19 +35,18 @@ def test_kill_9_then_resume(undisturbed: Path, tmp_path: Path) -> None:
     assert_same_run(run, undisturbed)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_after_a_checkpoint(undisturbed: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_stops_after_a_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(*LONG, "checkpoint.every=0", f"hydra.run.dir={run}")
     wait_for(run / "metrics.jsonl")
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     code, out = finish(process)
     assert code == 3, out
     assert f"resume with: grpocli train resume={run}" in out
     steps = len(metrics(run))
-    assert 1 <= steps < 12
+    assert 1 <= steps < 8
     assert (run / "checkpoints" / f"step_{steps:06d}" / "trainer.json").exists()
-    assert number.name in json.loads((run / "summary.json").read_text())["exit"]
+    assert "SIGTERM" in json.loads((run / "summary.json").read_text())["exit"]
     assert run_here("train", f"resume={run}") == 0
     assert_same_run(run, undisturbed)
 
@@ -83,6 +82,6 @@ def test_two_processes_stop_and_resume_together(undisturbed: Path, tmp_path: Pat
     code, out = finish(process)
     assert code == 3, out
     assert run_here("train", f"resume={run}", "hardware.processes=1") == 0
-    assert [row["step"] for row in metrics(run)] == list(range(1, 13))
+    assert [row["step"] for row in metrics(run)] == list(range(1, 9))
     last, expected = metrics(run)[-1], metrics(undisturbed)[-1]
     assert last["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)

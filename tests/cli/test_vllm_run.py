@@ -66,23 +66,18 @@ def test_a_run_starts_syncs_and_stops_its_server(grpocli, tmp_path: Path) -> Non
 
 
 @pytest.mark.survival
-def test_a_killed_run_leaves_no_server(tmp_path: Path) -> None:
-    assert until_signal(tmp_path / "run", 1, signal.SIGKILL) == -signal.SIGKILL
-
-
-@pytest.mark.survival
-def test_weights_change_under_running_requests(grpocli, tmp_path: Path) -> None:
+def test_weights_change_under_running_requests_and_a_killed_run_leaves_no_server(tmp_path: Path) -> None:
     """Timing decides whether a sync meets a running request; test_real_vllm_server.py makes sure of one."""
-    options = ["engine=vllm", "rollout.max_staleness=1", "rollout.in_flight=true", "train.steps=3", "eval.problems=0"]
-    options += ["rollout.max_completion_tokens=50", "model.warm_start_steps=1", "engine.vllm_args.max_num_seqs=4"]
-    code, _, err = grpocli("train", *SMALL, *options, f"hydra.run.dir={tmp_path}")
-    assert code == 0, err
-    rows = metrics(tmp_path)
-    assert [row["weight_version"] for row in rows] == [1, 2, 3]
+    run = tmp_path / "run"
+    options = ["rollout.max_staleness=1", "rollout.in_flight=true", "eval.problems=0", "model.warm_start_steps=1"]
+    options += ["rollout.max_completion_tokens=50", "engine.vllm_args.max_num_seqs=4"]
+    assert until_signal(run, 3, signal.SIGKILL, *options) == -signal.SIGKILL
+    rows = metrics(run)
+    assert [row["weight_version"] for row in rows] == list(range(1, len(rows) + 1))
     assert max(row["staleness/max"] for row in rows) == 1
     assert {row["clip_ratio/region_mean"] for row in rows} == {0}, "old log-probs are the trainer's own"
     for step in range(1, 4):
-        for row in read_rollouts(tmp_path / "rollouts" / f"step_{step:06d}.parquet"):
+        for row in read_rollouts(run / "rollouts" / f"step_{step:06d}.parquet"):
             spans = row["version_spans"] or [[row["version"], len(row["completion_ids"])]]
             assert sum(tokens for _, tokens in spans) == len(row["completion_ids"])
             assert [version for version, _ in spans] in ([step - 1], [step], [step - 1, step])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -78,19 +79,38 @@ def test_a_default_may_follow_another_key() -> None:
     assert compose(["algorithm=drgrpo", "algorithm.aggregate.length=5"]).algorithm.aggregate.length == 5
 
 
-@pytest.mark.parametrize(
-    "path",
-    table(sorted(set(CONF.glob("*/*.yaml")) - set(CONF.glob("recipe/*.yaml"))), 12, pytest.mark.survival),
-    ids=lambda p: f"{p.parent.name}={p.stem}",
-)
-def test_every_shipped_choice_builds(path: Path) -> None:
-    choice = f"[{path.stem}]" if path.parent.name == "reward" else path.stem
-    more = {"jsonl": ["task.path=x.jsonl"], "sft": ["algorithm=sft"], "mixture": ["+task@task.one=arithmetic"]}.get(
-        path.stem, []
-    )
-    config = compose([f"{path.parent.name}={choice}", *more])
-    if WRITTEN_FROM not in path.read_text():  # other choices are classes, whose keys may have no default
-        build_run(config)
+MORE = {
+    "task=jsonl": ["task.path=x.jsonl"],
+    "task=mixture": ["+task@task.one=arithmetic"],
+    "algorithm_defaults=sft": ["algorithm=sft"],
+}
+"""What a choice needs beside it."""
+
+
+def shipped(*, classes: bool) -> list[list[str]]:
+    """Rows of choices, one of each group at a time, until every choice was in one.
+
+    classes: whether those that are classes, whose keys may have no default, or those with a YAML by hand.
+    """
+    choices: dict[str, list[str]] = {}
+    for path in sorted(CONF.glob("*/*.yaml")):
+        if path.parent.name != "recipe" and (WRITTEN_FROM in path.read_text()) == classes:
+            name = f"[{path.stem}]" if path.parent.name == "reward" else path.stem
+            choices.setdefault(path.parent.name, []).append(f"{path.parent.name}={name}")
+    apart = [[choices.pop(group)] for group in list(choices) if group.endswith("_defaults")]
+    together = itertools.zip_longest(*choices.values())
+    rows = [[one for one in row if one] for row in together] + [[one] for (group,) in apart for one in group]
+    return [[*row, *(more for one in row for more in MORE.get(one, []))] for row in rows]
+
+
+@pytest.mark.parametrize("choices", table(shipped(classes=False), 4, pytest.mark.survival), ids=" ".join)
+def test_every_shipped_config_builds(choices: list[str]) -> None:
+    build_run(compose(choices))
+
+
+@pytest.mark.parametrize("choices", table(shipped(classes=True), 4, pytest.mark.survival), ids=" ".join)
+def test_every_shipped_part_composes(choices: list[str]) -> None:
+    compose(choices)
 
 
 def test_a_user_may_add_a_reward_and_a_recipe(tmp_path: Path) -> None:

@@ -170,24 +170,24 @@ def test_vllm_on_a_cpu_keeps_no_prompts_of_recurrent_layers(name: str, kept: boo
 
 RUN = (
     *("task=arithmetic", "reward=[format]", "reward.format.pattern='.*[02468]'"),
-    *("train.steps=3", "eval.problems=0", "model.dtype=float32", "rollout.prompts_per_step=2", "rollout.group_size=4"),
+    *("train.steps=2", "eval.problems=0", "model.dtype=float32", "rollout.prompts_per_step=2", "rollout.group_size=4"),
     *("rollout.max_completion_tokens=12", "rollout.max_prompt_tokens=64"),
 )
 
 
 def assert_samples_are_the_trainers(name: str, folder: Path, *overrides: str) -> None:
-    """In a run of three steps."""
+    """In a run of two steps: the second one samples with changed weights."""
     path, run = architecture(name).save(folder / "model"), folder / "run"
     given = ("model=hf", f"model.path={path}", "optim.lr=0.001", f"hydra.run.dir={run}", *overrides)
     assert run_here("train", *RUN, *given) == 0
     errors = [step["token_mult_prob_error"] for step in metrics(run)]
-    assert len(errors) == 3
+    assert len(errors) == 2
     assert max(errors) < 1.001
 
 
 @pytest.mark.survival
 @every_architecture
-def test_three_steps_with_transformers(name: str, tmp_path: Path) -> None:
+def test_two_steps_with_transformers(name: str, tmp_path: Path) -> None:
     lora = ["model.lora.rank=4"] if name in ("qwen3_moe", "lfm2") else []
     assert_samples_are_the_trainers(name, tmp_path, "engine=transformers", *lora)
 
@@ -195,7 +195,7 @@ def test_three_steps_with_transformers(name: str, tmp_path: Path) -> None:
 @pytest.mark.survival
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", [one.model_type for one in ARCHITECTURES if one.vllm_tested])
-def test_three_steps_with_vllm(name: str, tmp_path: Path) -> None:
+def test_two_steps_with_vllm(name: str, tmp_path: Path) -> None:
     assert_samples_are_the_trainers(name, tmp_path, "engine=vllm")
 
 

@@ -26,7 +26,6 @@ from grpocli.runs.run_dir import RunDir
 from grpocli.training.optim import AdamW, make_optimizer
 from grpocli.training.update import SCALE, SKIPPED, UpdateChecks, Updater
 from grpocli.types import Row
-from grpocli_tools.replay.weights import Weights
 
 CPU = torch.device("cpu")
 rows = test_update.rows
@@ -60,14 +59,6 @@ def test_a_scaled_loss_gives_the_unscaled_gradient(little_model, world, rows) ->
         assert apart(gradient(in_float16(little_model, world, scale), rows), unscaled) <= 1e-3
     in_float32 = gradient(updater_for(little_model, world, "algorithm=dapo"), rows)
     assert 0 < apart(unscaled, in_float32) <= 0.02
-
-
-def test_a_replay_has_the_unscaled_gradient(little_model, world, rows) -> None:
-    up = in_float16(little_model, world, 2.0**16)
-    run: Any = SimpleNamespace(algorithm=up.algorithm, train=up.train)
-    found, _ = Weights(run, None, world, up, 0, "").gradient(run, rows, 2, 1)  # type: ignore[arg-type]
-    expected = gradient(in_float16(little_model, world, 1.0), rows).norm()
-    assert found["grad_norm"] == pytest.approx(float(expected), rel=1e-3)
 
 
 def test_gradients_below_the_range_of_float16_are_not_lost(little_model, world, rows) -> None:

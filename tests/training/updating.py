@@ -63,7 +63,7 @@ ALGORITHMS = {
 }
 IN_16_BITS = {"bfloat16": torch.bfloat16, "float32 head": torch.bfloat16, "float16": torch.float16}
 OF_SHARDS = ("grpo", "clipped", "lora", "checkpointing", *IN_16_BITS)
-"""Those whose computation depends on how weights are sharded. Three processes test the others with shards, too."""
+"""Those whose computation depends on how weights are sharded. Three processes with fsdp2 test the others, too."""
 
 
 def save_rows(rows: list[Row], path: Path) -> None:
@@ -290,7 +290,7 @@ def overflowed(world: World, folder: Path) -> dict[str, Any]:
 
 def everything(world: World, folder: Path, parallel: str) -> dict[str, Any]:
     """What every algorithm computes, and what else all processes do together."""
-    tried = OF_SHARDS if (world.size, parallel) == (2, "fsdp2") else ALGORITHMS
+    tried = OF_SHARDS if parallel == "zero3" or (world.size, parallel) == (2, "fsdp2") else ALGORITHMS
     names = [name for name in tried if name != "lora" or parallel != "zero3"]
     results: dict[str, Any] = {name: descended(world, folder, name) for name in names}
     results["overflowed"] = overflowed(world, folder)
