@@ -28,7 +28,7 @@ FROM_TRL = """\
 
 `make docs` writes this page from the tables `*.yaml` in `grpocli_tools/porting/`. `grpocli explain --from-trl NAME`
 prints one row.
-`grpocli from-trl FILE` prints the command for a script of TRL, or a YAML of TRL or NeMo RL. Every setting is an
+`grpocli from-trl FILE` prints the command for a script or a YAML of TRL. Every setting is an
 override, or is named with the reason. A script is never run. Its calls of `GRPOConfig`, `LoraConfig`, `GRPOTrainer`
 and `load_dataset` are read, where their arguments are literals or constants of the script; every other argument is one
 `# check:` line. A model, dataset, reward or number of steps that is not read is `???` in the command, which then stops

@@ -83,11 +83,6 @@ def has_teacher(kl: object) -> bool:
     return isinstance(kl, KL) and kl.has_teacher
 
 
-def teachers_in(kl: object) -> tuple[object, ...]:
-    """What tells apart the teachers of two KL parts; () without one."""
-    return (kl.models,) if isinstance(kl, KL) and kl.has_teacher else ()
-
-
 def _names(value: Any) -> bool:
     values = list(value.values()) if isinstance(value, dict) else [] if value is None else [value]
     return value != {} and all(isinstance(one, str) and one for one in values)

@@ -1,1 +1,1 @@
-"""Configs and scripts of TRL and NeMo RL as overrides of grpocli."""
+"""Configs and scripts of TRL as overrides of grpocli."""

@@ -125,9 +125,9 @@ def choice_advice(group: str, choice: str) -> str | None:
     return here.sentence(choice) if here else None
 
 
-def without_effect(trainer: str, name: str, value_of: Callable[[str], Any]) -> str:
-    """Why a setting has no effect beside the others, as translation.yaml says; "" if it has one."""
-    for one in TRANSLATION[trainer]["needs"]:
+def without_effect(name: str, value_of: Callable[[str], Any]) -> str:
+    """Why a setting of TRL has no effect beside the others, as translation.yaml says; "" if it has one."""
+    for one in TRANSLATION["needs"]:
         value = value_of(one["setting"])
         is_off = value not in one["values"] if "values" in one else not value
         if name.startswith(tuple(one["names"])) and name != one["setting"] and is_off:

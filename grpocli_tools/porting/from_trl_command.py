@@ -1,4 +1,4 @@
-"""`grpocli from-trl`: print the overrides for a script or config of TRL or NeMo RL, which is never run."""
+"""`grpocli from-trl`: print the overrides for a script or config of TRL, which is never run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ def ported(
     rewards: where that file will be written; None if it will not be. given: the script's own arguments. accelerate: the
     config of accelerate.
     """
-    from grpocli_tools.porting.nemo_rl import NemoRl, is_nemo_rl
     from grpocli_tools.porting.port import add_accelerate, is_accelerate
     from grpocli_tools.porting.script import functions_file, of_mapping, of_script, read_mapping
     from grpocli_tools.porting.trl import Translation
@@ -62,8 +61,6 @@ def ported(
         if is_accelerate(values):
             hint = f"give the script, and --accelerate {file} beside it"
             raise ConfigError("is a config of accelerate", key=str(file), hint=hint)
-        if is_nemo_rl(values):
-            return NemoRl(values, prompts).translate(), ""
         source = of_mapping(file, values)
     port = Translation(source, processes or launch.get("num_processes"), prompts, str(place)).translate()
     add_accelerate(port, launch)

@@ -25,7 +25,6 @@ from grpocli_tools.porting.script import ScriptSource
 from grpocli_tools.porting.trl_data import set_data, set_rewards
 
 DEFAULTS = {n: e.default for n, e in (GRPO_CONFIG | TRAINING_ARGUMENTS).items() if e.default is not UNSTATED}
-TABLES = TRANSLATION["TRL"]
 
 
 class Translation:
@@ -39,7 +38,7 @@ class Translation:
     ) -> None:
         self.source, self.processes, self.prompts, self.functions = source, processes, prompts, functions
         self.port = Port(notes=list(source.notes))
-        self.settings = with_numbers(source.settings, DEFAULTS | dict.fromkeys(TABLES["numbers"], 0), self.port)
+        self.settings = with_numbers(source.settings, DEFAULTS | dict.fromkeys(TRANSLATION["numbers"], 0), self.port)
         self.updates = 1
 
     def get(self, name: str) -> Any:
@@ -88,7 +87,7 @@ class Translation:
         else:
             self.port.set("model", MISSING, note="the model is not read")
             self.port.check("model", model, "it is not read; set model=OWNER/NAME yourself")
-        for name in TABLES["model"]:
+        for name in TRANSLATION["model"]:
             if self.given(name) is not None:
                 self._model_key(name, self.given(name), name)
         if half := next((name for name in HALVES if self.given(name)), ""):
@@ -96,7 +95,7 @@ class Translation:
         for key, value, name in self.entries("model_init_kwargs"):
             if value is None or key in ("device_map", "use_cache"):
                 self.port.skip(name, value, "devices and caches are the engine's and the trainer's")
-            elif key in TABLES["model"]:
+            elif key in TRANSLATION["model"]:
                 self._model_key(key, value, name)
             else:
                 self.port.lack(name, value, "models are loaded without this argument")
@@ -104,10 +103,10 @@ class Translation:
             self.port.set(f"model.chat_template_arguments.{key}", value, name)
 
     def _model_key(self, key: str, value: Any, name: str) -> None:
-        if TABLES["model"][key] == "dtype" and value not in ("auto", *DTYPES):
+        if TRANSLATION["model"][key] == "dtype" and value not in ("auto", *DTYPES):
             self.port.set("model.dtype", "bfloat16", name, note=f"training has no {value}")
         elif key != "revision" or value != "main":
-            self.port.set(f"model.{TABLES['model'][key]}", value, name)
+            self.port.set(f"model.{TRANSLATION['model'][key]}", value, name)
 
     def _lora(self) -> None:
         lora = self.source.lora
@@ -202,9 +201,9 @@ class Translation:
         minibatches, epochs = min(max(1, pieces // accumulate), prompts), self.whole("num_iterations")
         self.updates = minibatches * epochs
         sums = f"{micro} x {max(pieces, accumulate)} / {group}, with {processes} process(es)"
-        port.set("rollout.prompts_per_step", prompts, *TABLES["batch"], note=sums)
+        port.set("rollout.prompts_per_step", prompts, *TRANSLATION["batch"], note=sums)
         port.set("rollout.group_size", group, "num_generations")
-        if given := [f"{name}={self.given(name)}" for name in TABLES["batch"] if self.given(name) is not None]:
+        if given := [f"{name}={self.given(name)}" for name in TRANSLATION["batch"] if self.given(name) is not None]:
             port.nothing.append(f"{', '.join(given)}: rollout.prompts_per_step and train.minibatches follow from them")
         for key, value, name in (
             ("minibatches", minibatches, "steps_per_generation"),
@@ -233,7 +232,7 @@ class Translation:
         if (tokens := int(prompt or 512) + completion) > 8192:
             port.set("train.micro_batch_tokens", tokens, note="a micro-batch holds whole completions")
         for key, value, name in self.entries("generation_kwargs"):
-            if ours := TABLES["generation"].get(key):
+            if ours := TRANSLATION["generation"].get(key):
                 listed = [value] if ours == "stop" and isinstance(value, str) else value
                 port.set(f"rollout.{ours}", listed, name)
             else:
@@ -268,8 +267,8 @@ class Translation:
         betas = [self.get("adam_beta1"), self.get("adam_beta2")]
         if betas != [0.9, 0.999]:
             port.set("optim.betas", betas, "adam_beta1", "adam_beta2")
-        if name in TABLES["optimizers"]:
-            port.set("optim", TABLES["optimizers"][name], "optim")
+        if name in TRANSLATION["optimizers"]:
+            port.set("optim", TRANSLATION["optimizers"][name], "optim")
         elif name.startswith("paged_adamw"):
             chosen = "adamw_8bit" if name.endswith("8bit") else "adamw"
             port.lack("optim", name, f"optim={chosen} is used instead, with its state in the device's memory")
@@ -340,7 +339,7 @@ class Translation:
         for name in ("gradient_checkpointing", "seed"):
             self.port.carry(name, self.get(name), TRL[name])
         for name, value in self.source.settings.items():
-            if not isinstance(value, Unread) and (reason := without_effect("TRL", name, self._effective)):
+            if not isinstance(value, Unread) and (reason := without_effect(name, self._effective)):
                 if name not in self.port.named | self.port.remarked:
                     self.port.skip(name, value, reason)
             else:

@@ -11,7 +11,7 @@ from grpocli_tools.porting.port import MISSING, Port, Unread
 from grpocli_tools.porting.script import Data, RewardCall, ScriptSource
 
 FILES = ("json", "csv", "parquet")
-BUILT_IN = TRANSLATION["TRL"]["rewards"]
+BUILT_IN = TRANSLATION["rewards"]
 """TRL's reward functions."""
 ANSWER = re.compile("accura|(^|_)acc(_|$)|correct|answer|exact|solution|verif|equation|math|judge", re.IGNORECASE)
 """Names of rewards that score whether an answer is right."""

@@ -11,7 +11,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from grpocli.text import clean, counted, format_number, one_line, shorten
+from grpocli.text import clean, counted, one_line, shorten
 from grpocli_tools.console import CleanConsole
 from grpocli_tools.replay import step_replay as limits
 from grpocli_tools.replay.replay import StepReport
@@ -30,7 +30,7 @@ NAMES = {
 LONGEST = 60
 
 
-def as_dict(run: Path, reports: Sequence[StepReport], others: Sequence[dict[str, object]]) -> dict[str, Any]:
+def as_dict(run: Path, reports: Sequence[StepReport]) -> dict[str, Any]:
     steps = [
         {
             "step": one.step,
@@ -43,10 +43,10 @@ def as_dict(run: Path, reports: Sequence[StepReport], others: Sequence[dict[str,
         }
         for one in reports
     ]
-    return {"run": str(run), "agrees": all(one.agrees for one in reports), "steps": steps, "what_if": list(others)}
+    return {"run": str(run), "agrees": all(one.agrees for one in reports), "steps": steps}
 
 
-def as_text(run: Path, reports: Sequence[StepReport], others: Sequence[dict[str, object]]) -> str:
+def as_text(run: Path, reports: Sequence[StepReport]) -> str:
     """A table of the checks, then the differences and what cannot be checked."""
     checks = total(check for report in reports for check in report.checks)
     lines = [_heading(run, reports), _table(checks)]
@@ -58,8 +58,6 @@ def as_text(run: Path, reports: Sequence[StepReport], others: Sequence[dict[str,
         if len(new) > SHOWN:
             lines.append(f"  ... and {len(new) - SHOWN:,} more of {check.name}")
     lines += [f"cannot be checked: {c.name}: {n:,} {c.unit}: {why}" for c in checks for why, n in c.why.items()]
-    for other in others:
-        lines += ["", *_other(other)]
     wrong = [str(one.step) for one in reports if not one.agrees]
     verdict = f"the record differs in step {', '.join(wrong[:10])}{' ...' if len(wrong) > 10 else ''}"
     lines.append(verdict if wrong else "everything that can be checked agrees")
@@ -100,20 +98,6 @@ def _sentence(one: Difference) -> str:
     token = f" ({one.token_text!r})" if one.token_text else ""
     name = NAMES.get(one.what, one.what)
     return f"{where}{token}: recorded {name} {_value(one.recorded)}, recomputed {_value(one.recomputed)}"
-
-
-def _other(other: dict[str, Any], indent: str = "") -> list[str]:
-    """A line for each value; mappings and lists of mappings are indented below their name."""
-    lines = []
-    for name, value in other.items():
-        if isinstance(value, dict):
-            lines += [f"{indent}{name}", *_other(value, f"{indent}  ")]
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
-            pairs = [", ".join(f"{key} {_value(item)}" for key, item in one.items()) for one in value]
-            lines += [f"{indent}{name}", *[f"{indent}  {pair}" for pair in pairs]]
-        else:
-            lines.append(f"{indent}{name}: {format_number(value) if isinstance(value, float) else _value(value)}")
-    return lines
 
 
 def _value(value: Any) -> str:

@@ -6,9 +6,8 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from grpocli.errors import ConfigError, GrpoError
 from grpocli_tools.command_line import composed, parse, stages
@@ -30,26 +29,16 @@ def main(argv: Sequence[str]) -> int:
 
     saved = SavedRun(run_folder)
     steps = steps_of(saved, args.step or ":")
-    others: list[dict[str, object]] = []
-    failure = None
     with stages() as view, _replay(saved, args, steps, view) as replay:
         if not args.step:
             last, left_out = replay.last_whole(steps)
             steps = [last]
             for note in left_out:
                 view.note(note)
-        rewards, other = _other_reward(replay, args, steps[-1]), _other_run(replay, args)
         reports = list(replay.reports(steps))
-        try:
-            others += _what_if(replay, args, steps[-1], rewards, other, view)
-        except GrpoError as error:  # the report is complete without it
-            failure = error
     from grpocli_tools.replay.render import as_dict, as_text
 
-    text = json.dumps(as_dict(run_folder, reports, others), indent=2) if args.json else None
-    print(text or as_text(run_folder, reports, others))
-    if failure:
-        raise failure
+    print(json.dumps(as_dict(run_folder, reports), indent=2) if args.json else as_text(run_folder, reports))
     return 0 if all(report.agrees for report in reports) else 1
 
 
@@ -109,59 +98,3 @@ def _session(
     dtype = choose_dtype(run.model.dtype, run.model, known, run.hardware.device) if known else "float32"
     job = EngineJob(model_path, dtype, run.rollout.longest_row, run_folder, run.seed, lora_rank=run.model.lora.rank)
     return ReplaySession(first, last, run, job, problem)
-
-
-def _other_reward(replay: Replay, args: argparse.Namespace, step: int) -> dict[str, Any]:
-    """The rewards of --reward. Raises GrpoError for one that cannot be had, or whose column no example has."""
-    if not args.reward:
-        return {}
-    from grpocli.composition.compose import build_run
-    from grpocli_tools.replay.replay import columns_of
-
-    rewards: dict[str, Any] = build_run(composed([f"reward=[{args.reward}]"], args.config_dir)).reward
-    for reward in rewards.values():
-        reward.check(columns_of(replay.recorded(step)))
-    return rewards
-
-
-def _other_run(replay: Replay, args: argparse.Namespace) -> Run | None:
-    """The run with the algorithm of --algorithm, and the rewards that it brings along, such as DAPO's `overlong`."""
-    if not args.algorithm:
-        return None
-    from grpocli.composition.compose import build_run
-
-    def run_of(*overrides: str) -> Run:
-        return build_run(composed(list(overrides), args.config_dir))
-
-    words = _algorithm_words(args)
-    run = run_of(f"resume={replay.saved.path}", *args.overrides, *words)
-    length = f"rollout.max_completion_tokens={run.rollout.max_completion_tokens}"
-    default, other = run_of(length), run_of(length, *(word for word in words if word.startswith("algorithm=")))
-    added = {name: reward for name, reward in other.reward.items() if name not in default.reward | run.reward}
-    return replace(run, reward=run.reward | added)
-
-
-def _algorithm_words(args: argparse.Namespace) -> list[str]:
-    return [word if "=" in word else f"algorithm={word}" for word in args.algorithm]
-
-
-def _what_if(
-    replay: Replay, args: argparse.Namespace, step: int, rewards: dict[str, Any], other: Run | None, view: View
-) -> Iterator[dict[str, object]]:
-    from grpocli_tools.replay.replay import other_algorithm, other_reward, recorded_groups
-
-    if not (rewards or other):
-        return
-    groups, run = recorded_groups(replay, step), replay.session_of(step).run
-    with ExitStack() as stack:
-        for reward in [*rewards.values(), *(other.reward.values() if other else ())]:
-            stack.callback(reward.close)
-        if rewards:
-            view.stage(f"scoring with {args.reward}")
-            yield {"step": step, "other reward": args.reward, **other_reward(groups, run, step, rewards)}
-        if other:
-            words, weights = " ".join(_algorithm_words(args)), replay.weights_before(step)
-            view.stage(f"computing {words}")
-            trained = [groups[group.number] for group in replay.recorded(step).trained]
-            found = other_algorithm(trained, run, step, weights, other)
-            yield {"step": step, "other algorithm": words, **found}

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from grpocli.algorithm.kl import has_teacher, teachers_in
-from grpocli.errors import GrpoError
 from grpocli.models.loading import load_policy
 from grpocli.runs.run_dir import step_of
 from grpocli.training import checkpoint
-from grpocli.training.build_trainer import load_reference, load_updater
+from grpocli.training.build_trainer import load_updater
 from grpocli.training.checkpoint import checkpoints, restoring
-from grpocli.training.teachers import loaded_teachers
-from grpocli.training.trials import choose_layout, find_head, pack
+from grpocli.training.trials import choose_layout
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from grpocli.config.schema import Run
     from grpocli.distributed.world import World
     from grpocli.progress import Progress
     from grpocli.rollout.engine import EngineJob
-    from grpocli.training.policy import Reference
-    from grpocli.training.teachers import Teachers
     from grpocli.training.update import Updater
     from grpocli.types import Row
 
@@ -73,47 +66,6 @@ class Weights:
         metrics = self.updater.train_step(rows, n_groups, self.step)
         self.updater.move_reference(self.step)
         return metrics
-
-    def reference_for(self, run: Run) -> Reference | Teachers | None:
-        """The reference that a run's algorithm needs: the loaded one, its teachers, or the initial model.
-
-        Raises GrpoError if there is neither.
-        """
-        if not run.algorithm.needs_reference:
-            return None
-        kl, policy = run.algorithm.kl, self.updater.policy
-        if self.updater.reference and teachers_in(kl) == teachers_in(self.run.algorithm.kl):
-            return self.updater.reference
-        if not self.job.model_path and not has_teacher(kl):
-            raise GrpoError("this algorithm's reference is the initial model, which is not available")
-        reference = load_reference(run, self.job, policy, None)
-        for teacher in loaded_teachers(reference):
-            find_head(teacher, self.world)
-        if policy.packs:
-            pack(policy, reference, self.world, self.run.rollout.longest_row)
-        return reference
-
-    def gradient(self, run: Run, rows: Sequence[Row], n_groups: int, step: int) -> tuple[dict[str, float], Tensor]:
-        """The metrics of one backward of a run's algorithm over the rows, and the gradient.
-
-        The weights stay as they are. Raises GrpoError if the algorithm needs a reference that is not available.
-        """
-        updater = replace(
-            self.updater,
-            algorithm=run.algorithm,
-            train=replace(self.run.train, epochs=1, minibatches=1),
-            reference=self.reference_for(run),
-        )
-        for window in updater.begin_step(rows, n_groups, step):
-            updater.accumulate(window)
-        metrics = updater.metrics(rows)
-        parameters = [parameter for _, parameter in _trained(updater.policy.model)]
-        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        scale = updater.policy.parallel.scaler.get_scale()
-        gradient = torch.cat([part.detach().flatten().float().cpu() / scale for part in parts])
-        updater.optimizer.zero_grad(set_to_none=True)
-        loss = metrics.get("loss", 0.0)
-        return {"loss": loss, "grad_norm": float(gradient.double().norm())}, gradient
 
     def differences_from(self, path: Path) -> Mapping[str, float]:
         """The largest difference of each trained weight from a checkpoint's. Raises GrpoError if it is unreadable."""

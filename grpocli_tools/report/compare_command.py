@@ -1,4 +1,4 @@
-"""`grpocli compare`: print a table of runs, or draw and export their curves."""
+"""`grpocli compare`: print a table of runs, or draw their curves."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ FOOTER = (
 
 def main(argv: Sequence[str]) -> int:
     args = parser_of("compare", __doc__).parse_args(argv)
-    if args.plot or args.curves:
-        return _curves(args)
+    if args.plot:
+        return _picture(args)
     tables = compare(args.folders, args.sort)
     PRINTERS[args.format](tables)
     if args.format in ("table", "markdown"):
@@ -51,17 +51,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _curves(args: argparse.Namespace) -> int:
+def _picture(args: argparse.Namespace) -> int:
     if not 0 <= args.smoothing < 1:
         raise ConfigError("must be 0 (none) to below 1", key="--smoothing", value=args.smoothing)
-    rows = find_runs(args.folders)
-    runs = run_curves(rows)
-    names = None if args.metric is None else chosen_metrics(runs, args.metric.split(","))
-    if args.plot:
-        missing = plot(args.plot, runs, names or chosen_metrics(runs, DEFAULT_METRICS), args.smoothing)
-        print(*missing, clean(f"{len(runs)} runs are drawn in {args.plot}"), sep="\n")
-    if args.curves:
-        print(clean(f"{write_csv(args.curves, rows, runs, names):,} numbers are in {args.curves}"))
+    runs = run_curves(find_runs(args.folders))
+    missing = plot(args.plot, runs, chosen_metrics(runs, args.metric.split(",")), args.smoothing)
+    print(*missing, clean(f"{len(runs)} runs are drawn in {args.plot}"), sep="\n")
     return 0
 
 
@@ -131,7 +126,6 @@ PRINTERS: dict[str, Callable[[Sequence[RunTable]], None]] = {
 }
 
 
-DEFAULT_METRICS = ("reward",)
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette, which color-blind readers can distinguish; then the line style changes."""
 STYLES = ("-", "--", ":", "-.")
@@ -149,20 +143,13 @@ class RunCurves:
     name: str
     label: str
     group: str
-    seed: Any
     curves: Curves
 
 
 def run_curves(rows: Sequence[RunRow]) -> list[RunCurves]:
     """The curves of runs, with the evaluations before their first and after their last step."""
     return [
-        RunCurves(
-            one.name,
-            one.label,
-            one.group,
-            row.settings.get("seed"),
-            with_evaluations(Curves.of(row.run.metrics), row.run.outcome),
-        )
+        RunCurves(one.name, one.label, one.group, with_evaluations(Curves.of(row.run.metrics), row.run.outcome))
         for row, one in zip(rows, labels(rows), strict=True)
     ]
 
@@ -204,7 +191,8 @@ def plot(path: Path, runs: Sequence[RunCurves], metrics: Sequence[str], smoothin
         without_date: dict[str, Any] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
         with config_errors(ValueError, key="--plot", value=path):  # of another suffix
             figure.savefig(out, format=kind, dpi=300, metadata=without_date)
-    _write(path, out.getvalue(), "--plot")
+    with config_errors(OSError, key="--plot", value=path, hint="name another file"):
+        write_atomic(path, out.getvalue())
     return [
         f"without {metric}: {clean(', '.join(lacking))}"
         for metric in metrics
@@ -261,11 +249,6 @@ def _plain(text: str) -> str:
     return f" {shown}" if shown.startswith("_") else shown
 
 
-def _write(path: Path, data: str | bytes, key: str) -> None:
-    with config_errors(OSError, key=key, value=path, hint="name another file"):
-        write_atomic(path, data)
-
-
 def _groups(runs: Sequence[RunCurves]) -> dict[str, list[RunCurves]]:
     groups: dict[str, list[RunCurves]] = {}
     for run in runs:
@@ -280,21 +263,3 @@ def mean_and_range(series: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[
         for step, value in one:
             values.setdefault(step, []).append(value)
     return [(step, statistics.fmean(found), min(found), max(found)) for step, found in sorted(values.items())]
-
-
-def write_csv(path: Path, rows: Sequence[RunRow], runs: Sequence[RunCurves], metrics: Sequence[str] | None) -> int:
-    """Write run, label, seed, step, metric and value of each number, in full precision. Returns how many.
-
-    metrics: None for all.
-    """
-    table = [
-        (clean(str(row.path)), clean(run.label), run.seed, step, clean(metric), value)
-        for row, run in zip(rows, runs, strict=True)
-        for metric in (run.curves.metrics if metrics is None else metrics)
-        for step, value in run.curves.series(metric)
-    ]
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerows([("run", "label", "seed", "step", "metric", "value"), *table])
-    _write(path, out.getvalue().encode(errors="replace"), "--curves")
-    return len(table)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from porting.printed import assert_composes
 
 from grpocli.composition.compose import compose
 
@@ -35,7 +36,7 @@ def workloads(bench: Callable[[str], ModuleType]) -> ModuleType:
 @pytest.mark.slow
 def test_every_run_of_every_benchmark_composes(bench: Callable[[str], ModuleType], tmp_path: Path) -> None:
     """Names of workloads hold commas and spaces, which values of keys must quote."""
-    side, memory, simulated = map(bench, ("grpocli_side", "memory", "simulated"))
+    side, memory = map(bench, ("grpocli_side", "memory"))
     scaling, overlap, small, kinds = map(bench, ("scaling", "overlap", "small_gpus", "multiplication"))
     options, rows = bench("optimizations").OPTIMIZATIONS.values(), bench("long_rows")
     model = ["model=hf", f"model.path={tmp_path}"]
@@ -51,13 +52,8 @@ def test_every_run_of_every_benchmark_composes(bench: Callable[[str], ModuleType
     runs += [["engine=vllm", "recipe=multiplication", f"model.path={tmp_path}", *bench("startup").SMALL]]
     runs += [overlap.overrides(1, str(tmp_path), 7, 32)]
     runs += [kinds.overrides(tmp_path, str(tmp_path), 1, engine) for engine in ("vllm", "transformers")]
-    runs += [
-        simulated.options_of(case, own, ["http://127.0.0.1:1", "http://127.0.0.1:2"][: case.servers[1]], str(tmp_path))
-        for case in simulated.CASES.values()
-        for own in (*case.measured, case.predicted)
-    ]
     for overrides in runs:
-        compose(overrides)
+        assert_composes(overrides)
 
 
 def test_needed_tokens_are_prompts_once_and_rows_with_a_gradient(workloads: ModuleType) -> None:

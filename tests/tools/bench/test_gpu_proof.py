@@ -51,11 +51,6 @@ def hangs(setting):
 def elsewhere(setting):
     return {"number": 1}
 
-@experiment("machine", "has what was carried", at_most("number", 2, "a number"))
-def packages(setting):
-    import hydra
-    return {"number": 1, "hydra": str(Path(hydra.__file__).parent)}
-
 @experiment("machine", "takes a while", at_most("number", 2, "a number"), seconds=120)
 def lasts(setting):
     Path(setting.folder, "begun").touch()
@@ -119,6 +114,7 @@ def running(words: str) -> bool:
     return words in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout.replace("[", "")
 
 
+@pytest.mark.processes
 @pytest.mark.survival
 def test_each_experiment_has_a_result_whatever_it_does(own: Path) -> None:
     run(own, "+".join(VERDICTS))
@@ -140,6 +136,7 @@ def test_each_experiment_has_a_result_whatever_it_does(own: Path) -> None:
     assert kept == {".lock", "results.json", "results.md", "log.txt", "logs.txt", "files.tar.xz"}, "all of them small"
 
 
+@pytest.mark.processes
 @pytest.mark.survival
 def test_a_call_that_is_killed_leaves_whole_results_and_the_next_goes_on(own: Path) -> None:
     begun = own.parent / f"gpu-proof-{os.getuid()}" / "lasts" / "begun"
@@ -159,26 +156,6 @@ def test_a_call_that_is_killed_leaves_whole_results_and_the_next_goes_on(own: Pa
     assert results(own)["works"] == first["works"], "it has a result, so it does not run again"
 
 
-@pytest.mark.survival
-def test_a_call_ends_by_itself_and_names_what_is_left(own: Path) -> None:
-    with start(own, "works,lasts,differs", "--seconds", "45", LASTS="600") as call:
-        out, _ = call.communicate(timeout=120)
-    assert list(results(own)) == ["works"], "one that the end of a call has cut has no result"
-    assert "45 s do not suffice for lasts, differs" in out
-
-
-@pytest.mark.processes
-def test_a_call_does_not_share_its_work_folder(proof: ModuleType, own: Path) -> None:
-    """Both take the one in the temporary directory, whatever their --out."""
-    with (
-        proof.held("--work", own.parent / f"gpu-proof-{os.getuid()}"),
-        start(own, "works", OUT=str(own.parent / "other")) as call,
-    ):
-        out, err = call.communicate(timeout=120)
-    assert (call.returncode, out) == (1, "")
-    assert f"gpu-proof-{os.getuid()}: another call writes there: choose another --work" in err
-
-
 def test_the_page_is_what_the_results_say(proof: ModuleType) -> None:
     """docs/evidence/gpu.md lists every experiment of the script, with the results of gpu.json, if there are any."""
     import page
@@ -189,6 +166,7 @@ def test_the_page_is_what_the_results_say(proof: ModuleType) -> None:
     assert page.rendered(text, Results(page.DATA)) == text, "run bench/gpu_proof/gpu_proof.py --render"
 
 
+@pytest.mark.processes
 @pytest.mark.survival
 def test_what_makes_sense_on_a_cpu_runs_there(tmp_path: Path) -> None:
     """With the smallest sizes: the laws hold that say something about a CPU, and the others are not checked."""
@@ -209,19 +187,6 @@ def test_what_makes_sense_on_a_cpu_runs_there(tmp_path: Path) -> None:
     }
 
 
-def test_laws_check_numbers_between_their_limits(proof: ModuleType) -> None:
-    from experiment import at_most, between, true
-
-    law = between("x", 1, 2, "a figure")
-    holds = [law.check({"x": x}, "cuda")["holds"] for x in (0.9, 1, 2, 2.1)]
-    assert holds == [False, True, True, False]
-    assert law.check({}, "cuda")["holds"] is None
-    assert law.check({"x": "nan"}, "cuda")["holds"] is None
-    assert true("x", "").check({"x": False}, "cuda")["holds"] is False
-    assert at_most("x", 1, "", gpu=True).check({"x": 2}, "cpu")["holds"] is None
-    assert [one.range for one in (law, at_most("x", 5, ""), true("x", ""))] == ["1 to 2", "at most 5", "yes"]
-
-
 def test_results_of_a_cpu_do_not_reach_the_page(proof: ModuleType, tmp_path: Path) -> None:
     import page
     from experiment import EXPECTED, Results, outcome
@@ -230,41 +195,3 @@ def test_results_of_a_cpu_do_not_reach_the_page(proof: ModuleType, tmp_path: Pat
     found.put("settings", {"device": "CPU"}, "cuda", 1.0, outcome(EXPECTED))
     with pytest.raises(SystemExit, match="results of a CPU"):
         page.render([found.path])
-
-
-def test_texts_of_results_are_data(proof: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import page
-    from experiment import EXPECTED, FAILED, Results, outcome
-
-    evil = "\x1b[31mred\n# head\x07<script>alert(1)</script>|[a](javascript:x)\u202e"
-    machine = dict.fromkeys(("device", "driver", "torch", "commit"), evil)
-    found = Results(tmp_path / "results.json")
-    found.put("settings", machine, "cuda", 1.0, outcome(EXPECTED, measured={"speed": evil}, reason=evil))
-    found.put("capabilities", machine, "cuda", 1.0, outcome(FAILED, reason=evil, log=f"{evil}\n```\n# head"))
-    copy = tmp_path / "gpu.md"
-    copy.write_text(page.PAGE.read_text())
-    monkeypatch.setattr(page, "PAGE", copy)
-    monkeypatch.setattr(page, "DATA", tmp_path / "gpu.json")
-    page.render([found.path])
-    page.write_page(found, tmp_path / "results.md")
-    for text in (copy.read_text(), (tmp_path / "results.md").read_text()):
-        assert "alert(1)" in text
-        assert not [bad for bad in ("\x1b", "\x07", "\u202e", "<script", "[a](", "\n# head", "\n```\n#") if bad in text]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"half": ',
-        '{"schema": 2, "experiments": {}}',
-        '{"schema": 1, "experiments": {"settings": {"verdict": "as expected"}}}',
-        "\udcff",
-    ],
-)
-def test_damaged_results_are_refused_in_a_sentence(proof: ModuleType, tmp_path: Path, text: str) -> None:
-    from experiment import Results
-
-    file = tmp_path / "results.json"
-    file.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(SystemExit, match="damaged or of another version"):
-        Results(file)

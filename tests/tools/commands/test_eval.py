@@ -79,7 +79,6 @@ def test_the_final_model_is_evaluated_on_several_tasks(grpocli, run: Path, tmp_p
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--samples", "-1"], "--samples"),
         (["--no-greedy", "--samples", "0"], "--no-greedy"),
         (["--checkpoints", "all"], "needs --run RUN"),
         (["--run", "nowhere"], "resume=nowhere"),

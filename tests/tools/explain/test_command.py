@@ -32,21 +32,6 @@ def test_two_objectives_are_compared(grpocli: Command) -> None:
     assert "| `algorithm/keep` | dynamic | all |" in out
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["vs", "algorithm=dapo", "vs"], "vs: compares two configs, not 3"),
-        (["train.steps", "seed=1"], "train.steps: a key cannot stand beside overrides"),
-        (["algorithm=dapo", "--json"], "--json"),
-        (["--mrkdown"], "--mrkdown"),
-    ],
-)
-def test_wrong_usage_is_one_sentence(words: list[str], said: str, grpocli: Command) -> None:
-    code, out, err = grpocli("explain", *words)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert said in err
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", ["lr=3", "algorithm=vespo", "algorithm.objective.dual=0.5", "task=jsonl", "seed=["])
 def test_errors_equal_those_of_train(bad: str, grpocli: Command, tmp_path: Path) -> None:

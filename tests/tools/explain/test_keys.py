@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from grpocli.composition.compose import build_run, compose, register_parts
+from grpocli.composition.compose import compose, register_parts
 from grpocli.composition.hydra_sources import conf_dir
 from grpocli.config.yaml_text import flat
-from grpocli.errors import ConfigError
 from grpocli_tools.explain.keys import GroupReference, KeyReference, ReferenceIndex
 
 Command = Callable[..., tuple[int, str, str]]
@@ -38,11 +37,14 @@ def test_every_key_has_a_meaning_and_a_type(reference: ReferenceIndex) -> None:
         assert name in reference.keys or OmegaConf.is_config(OmegaConf.select(config, name)), name
 
 
-def test_the_stated_default_is_that_of_the_default_run(reference: ReferenceIndex) -> None:
+def test_a_key_states_its_default_its_values_and_an_example(reference: ReferenceIndex) -> None:
     config = compose(["model=hf", "model.path=a/b"])
-    for name in ("train.minibatches", "rollout.group_size", "algorithm.objective.high", "optim.lr", "engine.max_rows"):
-        if (value := OmegaConf.select(config, name)) is not None:
-            assert float(key(reference, name).variants[0].default) == value
+    for name in ("train.minibatches", "rollout.group_size", "algorithm.objective.high", "optim.lr"):
+        assert float(key(reference, name).variants[0].default) == OmegaConf.select(config, name)
+        compose(key(reference, name).example.removeprefix("grpocli train ").split())
+    assert key(reference, "optim.schedule").variants[0].allowed == ("constant", "linear", "cosine")
+    assert key(reference, "rollout.long_prompts").variants[0].allowed == ("drop", "truncate")
+    assert key(reference, "train.packed").variants[0].allowed == ("true", "false")
 
 
 def test_the_choices_that_change_a_default_are_named(reference: ReferenceIndex) -> None:
@@ -56,18 +58,6 @@ def test_the_choices_that_change_a_default_are_named(reference: ReferenceIndex) 
     keep = reference.find("algorithm/keep")
     assert isinstance(keep, GroupReference)
     assert ("algorithm=dapo", "dynamic") in keep.chosen_by
-
-
-def test_allowed_values_come_from_the_class(reference: ReferenceIndex) -> None:
-    assert key(reference, "optim.schedule").variants[0].allowed == ("constant", "linear", "cosine")
-    assert key(reference, "rollout.long_prompts").variants[0].allowed == ("drop", "truncate")
-    assert key(reference, "train.packed").variants[0].allowed == ("true", "false")
-
-
-@pytest.mark.slow
-def test_examples_compose(reference: ReferenceIndex) -> None:
-    for name in ("train.minibatches", "algorithm.objective.high", "reward.format.weight", "optim.schedule", "seed"):
-        build_run(compose(key(reference, name).example.removeprefix("grpocli train ").split()))
 
 
 @pytest.mark.parametrize(
@@ -86,21 +76,6 @@ def test_a_word_finds_its_key_or_group(reference: ReferenceIndex, word: str, nam
     assert reference.find(word).name == name
 
 
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("train.minibatch", 'there is no key train.minibatch; did you mean "train.minibatches"'),
-        ("weight", "several keys have this name; choose reward"),
-        ("num_generations", "it is a name of TRL: grpocli explain --from-trl num_generations"),
-        ("", "there is no key"),
-    ],
-)
-def test_a_word_that_names_nothing_gets_advice(reference: ReferenceIndex, word: str, said: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        reference.find(word)
-    assert said in str(raised.value)
-
-
 def test_the_command_prints_text_markdown_and_json(grpocli: Command) -> None:
     code, out, _ = grpocli("explain", "train.minibatches", "algorithm/keep")
     assert code == 0
@@ -114,16 +89,8 @@ def test_the_command_prints_text_markdown_and_json(grpocli: Command) -> None:
     assert (code, found["name"], found["default"]) == (0, "train.minibatches", ["1"])
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (["num_generations"], 0, "here         rollout.group_size=VALUE"),
-        (["scale_rewards=batch", "lora_r"], 0, "algorithm/advantage=batch_std"),
-        (["num_generation"], 2, 'did you mean "num_generations"?'),
-        (["train.steps"], 2, "grpocli explain train.steps"),
-    ],
-)
-def test_a_foreign_name_gets_its_equivalent(words: list[str], code: int, said: str, grpocli: Command) -> None:
-    ended, out, err = grpocli("explain", f"--from-trl={words[0]}", *words[1:])
-    assert ended == code
-    assert said in out + err
+def test_a_foreign_name_gets_its_equivalent(grpocli: Command) -> None:
+    code, out, _ = grpocli("explain", "--from-trl=scale_rewards=batch", "num_generations", "lora_r")
+    assert code == 0
+    assert "algorithm/advantage=batch_std" in out
+    assert "here         rollout.group_size=VALUE" in out

@@ -50,22 +50,17 @@ def instances(made: type[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "choice", "made"), CHOICES, ids=str)
-def test_every_part_has_a_formula_with_its_source_or_a_reason(kind: str, choice: str, made: type[Any]) -> None:
+def test_every_part_has_a_formula_that_names_its_source_and_symbols(kind: str, choice: str, made: type[Any]) -> None:
+    """Or it gives a reason; every field of a part is a symbol or a setting."""
     assert made.__name__ in written_formulas() or formula_of.dispatch(made) is not formula_of.dispatch(object)
+    fields = {f.name for f in dataclasses.fields(made)}
+    of_the_loss = {"kl": "β", "entropy": "λ"}.get(kind, "")
     for part in instances(made):
         formula = formula_of(part)
-        if formula.lines:
-            assert all(formula.source), "a formula names its paper"
-            assert formula.source
-        else:
-            assert formula.note, "a part without a formula gives the reason"
-
-
-@pytest.mark.parametrize(("kind", "choice", "made"), CHOICES, ids=str)
-def test_every_field_is_a_symbol_or_a_setting(kind: str, choice: str, made: type[Any]) -> None:
-    for part in instances(made):
-        fields = {f.name for f in dataclasses.fields(made)}
-        assert set(formula_of(part).symbols.values()) <= fields
+        assert (formula.source and all(formula.source)) if formula.lines else formula.note
+        assert set(formula.symbols.values()) <= fields
+        said = " ".join((*formula.lines, formula.note, of_the_loss))
+        assert [symbol for symbol in formula.symbols if symbol not in said] == []
         section = part_section(f"algorithm/{kind}", part)
         keys = {s.key for s in section.symbols} | {key for key, _ in section.settings}
         assert keys == {f"algorithm.{kind}.{name}" for name in fields}
@@ -96,13 +91,3 @@ def test_a_part_without_a_formula_shows_its_docstring() -> None:
     section = part_section("algorithm/objective", Mine())
     assert section.settings[0] == ("algorithm.objective.scale", "1")
     assert section.choice.endswith("Mine")
-
-
-@pytest.mark.parametrize(("kind", "choice", "made"), CHOICES, ids=str)
-def test_formulas_name_their_symbols(kind: str, choice: str, made: type[Any]) -> None:
-    for part in instances(made):
-        formula = formula_of(part)
-        coefficients = {"kl": "β", "entropy": "λ"}  # these are part of the loss
-        for symbol in formula.symbols:
-            said = " ".join((*formula.lines, formula.note, coefficients.get(kind, "")))
-            assert symbol in said

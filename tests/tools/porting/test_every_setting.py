@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from porting.printed import checks, overrides, printed
-from tables import table
+from porting.printed import assert_composes, checks, overrides, printed
 
 from grpocli.composition.compose import compose
-from grpocli_tools.porting.foreign_names import LORA_CONFIG, NEMO_RL, TRAINER, TRL, UNSTATED
-from grpocli_tools.porting.nemo_rl import NemoRl
+from grpocli_tools.porting.foreign_names import LORA_CONFIG, TRAINER, TRL, UNSTATED
 
 SAMPLES: dict[str, Any] = {
     "accelerator_config": {"split_batches": True},
@@ -85,17 +82,13 @@ def unnamed(text: str, names: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("others", OTHERS, ids=["alone", "with vLLM, KL, LoRA"])
-def test_every_setting_of_trl_is_in_the_output(others: dict[str, Any], tmp_path: Path) -> None:
+def test_every_setting_of_trl_is_in_the_output_and_composes(others: dict[str, Any], tmp_path: Path) -> None:
     for name in SETTINGS:
         values = [sample(name, TRL[name].default), TRL[name].default]
         for value in values if TRL[name].default is not UNSTATED else values[:1]:
-            assert not unnamed(script(tmp_path, SETTINGS={**others, name: value}), [name])
-
-
-@pytest.mark.parametrize("name", table(SETTINGS, fast=10, other_tier=pytest.mark.survival))
-@pytest.mark.parametrize("others", OTHERS, ids=["alone", "with vLLM, KL, LoRA"])
-def test_every_setting_of_trl_composes(name: str, others: dict[str, Any], tmp_path: Path) -> None:
-    compose(overrides(script(tmp_path, SETTINGS={**others, name: sample(name, TRL[name].default)})))
+            text = script(tmp_path, SETTINGS={**others, name: value})
+            assert not unnamed(text, [name])
+            assert_composes(overrides(text))
 
 
 def test_every_argument_of_the_trainer_lora_and_the_dataset_is_in_the_output(tmp_path: Path) -> None:
@@ -112,66 +105,3 @@ def test_every_argument_of_the_trainer_lora_and_the_dataset_is_in_the_output(tmp
 def test_unknown_names_are_listed(tmp_path: Path) -> None:
     text = script(tmp_path, SETTINGS={"use_magic": 3}, LORA={"init": "x"}, TRAINER={"wand": 1})
     assert {one.partition("=")[0] for one in checks(text)} >= {"use_magic", "init", "wand"}
-
-
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in flat.items():
-        *sections, last = name.split(".")
-        inner = found
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[last] = value
-    return found
-
-
-@pytest.mark.parametrize("changed", [False, True])
-def test_every_key_of_nemo_rl_is_in_the_output(changed: bool, tmp_path: Path) -> None:
-    values = {name: {} if one.default is UNSTATED else one.default for name, one in NEMO_RL.items()}
-    if changed:
-        numbers = {name: value for name, value in values.items() if isinstance(value, bool | int | float)}
-        values |= {name: sample("", value) for name, value in numbers.items()}
-        values |= {"policy.precision": "float32"}
-    values |= {
-        "policy.scheduler": [{"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": 9}}],
-        "data.train_data_path": "a.jsonl",
-        "data.val_data_path": "b.jsonl",
-        "data.train_split": "train",
-        "data.val_split": "test",
-        "data.input_key": "q",
-        "data.output_key": "a",
-        "loss_fn.truncated_importance_sampling_ratio": 2,
-        "grpo.dynamic_sampling_max_gen_batches": 2,
-        "grpo.use_dynamic_sampling": changed,
-        "grpo.reward_shaping.enabled": changed,
-        "env.game.rounds": 3,
-        "policy.generation.vllm_kwargs": {"seed": 3},
-    }
-    text = printed(tmp_path / "grpo.yaml", yaml.safe_dump(nested(values)), prompts=1000)
-    assert unnamed(text, values) in ([], ["policy.generation.vllm_kwargs"])
-    assert "engine.vllm_args.seed=3" in overrides(text)
-    compose(overrides(text))
-
-
-def of_nemo_rl(**grpo: Any) -> dict[str, str]:
-    lines = NemoRl({"grpo": grpo}).translate().lines.values()
-    return dict(line.override.split("=", 1) for line in lines)
-
-
-def test_the_metric_that_ends_a_run_of_nemo_rl_has_its_name_here() -> None:
-    stop = {"stop_at_validation_metric": "accuracy", "stop_at_validation_threshold": 0.9}
-    found = of_nemo_rl(**stop)
-    assert (found["eval.stop_at.metric"], found["eval.stop_at.threshold"]) == ("accuracy", "0.9")
-    grouped = of_nemo_rl(**stop | {"stop_at_validation_metric": "pass_k", "val_num_generations_per_prompt": 8})
-    assert (grouped["eval.samples"], grouped["eval.stop_at.metric"].strip('"')) == ("8", "pass@8")
-    for without in ({**stop, "val_period": 0}, {"stop_at_validation_metric": "accuracy"}):
-        assert not any(key.startswith("eval.stop_at") for key in of_nemo_rl(**without)), "NeMo RL refuses both"
-
-
-def test_interpolations_of_nemo_rl_are_read() -> None:
-    sizes = {"max_total_sequence_length": 900, "train_micro_batch_size": 20, "model_name": "${oc.env:NO_SUCH_NAME}"}
-    packed = {"train_mb_tokens": "${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}"}
-    port = NemoRl({"policy": {**sizes, "sequence_packing": packed}}).translate()
-    assert port.value("train.micro_batch_tokens") == 18_000
-    assert port.value("rollout.max_completion_tokens") == 900
-    assert any("policy.model_name=${oc.env" in one for one in port.notes)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from cli.copied import config_dir
-from cli.running import SMALL, killed_after, run_here
+from cli.running import killed_after, run_here
 from replay.conftest import TINY, trained
 from replay.test_replay import Grpocli, differing, replayed
 
@@ -18,24 +18,6 @@ pytestmark = pytest.mark.processes
 
 TESTS = Path(__file__).parents[2]
 EVERY = ["checkpoint.every=2", "checkpoint.keep=0"]
-MIXTURE = [
-    "train",
-    *SMALL,
-    "task=[arithmetic]",
-    "+task@task.minus=arithmetic",
-    "task.minus.operation=-",
-    "task.arithmetic.weight=3",
-    "task.arithmetic.rewards=[exact_match]",
-    "task.minus.rewards=[format]",
-    "reward=[exact_match,format]",
-    "reward.format.pattern='.*[02468]'",
-    "rollout.prompts_per_step=8",
-    "rollout.group_size=2",
-    "checkpoint.every=1",
-    "checkpoint.keep=0",
-    "eval.problems=0",
-    "train.steps=4",
-]
 
 
 def unchecked(report: dict) -> set[str]:
@@ -60,10 +42,11 @@ def exactly(report: dict, but: set[str] = frozenset()) -> bool:
 
 
 KINDS = {
-    "a moving reference": ["algorithm.kl.sync_every=2", *EVERY],
-    "several updates a step": ["train.epochs=2", "train.minibatches=2", "reward=[format,length_penalty]"],
+    "a moving reference, several updates a step": [
+        *("algorithm.kl.sync_every=2", *EVERY, "train.epochs=2", "train.minibatches=2"),
+        "reward=[format,length_penalty]",
+    ],
     "leftover groups": ["algorithm=dapo", "algorithm.keep.surplus=carry", "rollout.group_size=2", "train.steps=5"],
-    "one checkpoint": ["checkpoint.every=2", "checkpoint.keep=1"],
     "scripted completions": ["engine=fake", "algorithm=dapo"],
     "the sampler as old policy": [
         "algorithm=dapo",
@@ -71,13 +54,14 @@ KINDS = {
         "train.epochs=2",
         "train.minibatches=2",
     ],
-    "a mixture": [
+    "a mixture, one checkpoint": [
+        *("checkpoint.every=2", "checkpoint.keep=1"),
         *("task=[arithmetic]", "+task@task.minus=arithmetic", "task.minus.operation=-", "task.arithmetic.weight=3"),
         *("task.arithmetic.rewards=[exact_match]", "task.minus.rewards=[format]", "reward=[exact_match,format]"),
     ],
     "LoRA": ["model.lora.rank=4", *EVERY],
 }
-DEFAULT_TIER = ("leftover groups", "several updates a step")
+DEFAULT_TIER = ("leftover groups", "a moving reference, several updates a step")
 
 
 @pytest.mark.parametrize(
@@ -111,13 +95,7 @@ def test_a_reward_that_sees_the_group_is_checked_with_the_recorded_scores_of_oth
 def test_steps_that_were_prefetched_agree(grpocli: Grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     engine = config_dir(tmp_path / "conf")
-    options = [
-        *engine,
-        "rollout.max_staleness=2",
-        "train.steps=5",
-        "checkpoint.every=1",
-        "checkpoint.keep=0",
-    ]
+    options = [*engine, "rollout.max_staleness=2", "train.steps=5", "checkpoint.every=1", "checkpoint.keep=0"]
     run = trained(tmp_path, *TINY, *options)
     assert exactly(assert_agrees(grpocli, run, *engine[:2]), but=OWN_ENGINE)
     versions = {row["version"] for row in pq.read_table(run / "rollouts" / "step_000005.parquet").to_pylist()}

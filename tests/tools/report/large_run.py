@@ -1,10 +1,9 @@
-"""A large run made quickly: `python tests/tools/report/large_run.py FOLDER` writes 2,000 steps of 250 completions."""
+"""A large run made quickly."""
 
 from __future__ import annotations
 
 import json
 import random
-import sys
 from pathlib import Path
 
 
@@ -43,7 +42,3 @@ def write_large_run(run: Path, steps: int = 2000, groups: int = 25, size: int = 
         pq.write_table(pa.table(columns), run / "rollouts" / f"step_{step:06d}.parquet", compression="zstd")
     (run / "metrics.jsonl").write_text("".join(lines))
     return run
-
-
-if __name__ == "__main__":
-    write_large_run(Path(sys.argv[1]))

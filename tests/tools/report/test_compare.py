@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,9 @@ from grpocli.runs.sessions import Session, add_session
 from grpocli_tools.report.compare_command import main
 
 
-def run(folder: Path, algorithm: str, seed: int, accuracy: float | None, lr: float = 0.1) -> None:
+def run(folder: Path, algorithm: str, seed: int, accuracy: float | None, lr: float = 0.1, **choices: str) -> None:
     (folder / ".hydra").mkdir(parents=True)
-    choices = {"algorithm": algorithm, "task": "arithmetic"}
+    choices |= {"algorithm": algorithm, "task": "arithmetic"}
     (folder / ".hydra" / "hydra.yaml").write_text(json.dumps({"hydra": {"runtime": {"choices": choices}}}))
     config: dict[str, Any] = {"seed": seed, "optim": {"lr": lr}, "algorithm": {"_target_": algorithm, "x": algorithm}}
     (folder / "config.yaml").write_text(json.dumps(config | {"reward": {"math": {"weight": 1}}}))
@@ -115,14 +113,6 @@ def test_a_folder_that_is_not_a_run_gets_a_suggestion(tmp_path: Path, monkeypatc
             check_is_run(Path(given), "")
 
 
-def typed(folder: Path, overrides: list[str], choices: dict[str, str], config: dict[str, Any]) -> None:
-    """A run with Hydra's choices and its command line."""
-    (folder / ".hydra").mkdir(parents=True)
-    (folder / ".hydra" / "hydra.yaml").write_text(json.dumps({"hydra": {"runtime": {"choices": choices}}}))
-    (folder / "config.yaml").write_text(json.dumps({"seed": 0, "overrides": overrides} | config))
-    (folder / "summary.json").write_text('{"exit": "done", "eval/accuracy": 0.5}')
-
-
 def columns(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     main([str(folder), "--format", "csv"])
     header = capsys.readouterr().out.splitlines()[0].split(",")
@@ -132,36 +122,44 @@ def columns(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_typed_keys_are_shown_beside_a_choice_that_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for i, (name, part) in enumerate([("grpo", "k3"), ("dapo", "none")]):
         for beta in (0.1, 0.2):
-            kl = {"beta": beta, "sync_every": 0} if part == "k3" else {}
-            typed(
-                tmp_path / f"{name}{beta}",
-                [f"algorithm={name}", f"+algorithm.kl.beta={beta}", f"optim.lr={i}"],
-                {"algorithm": name, "algorithm/kl": part},
-                {"algorithm": {"kl": kl | {"beta": beta}, "high": i}, "optim": {"lr": i, "eps": 1}},
-            )
-    assert columns(tmp_path, capsys) == ["algorithm", "kl.beta", "lr"]
+            folder, kl = tmp_path / f"{name}{beta}", {"beta": beta} | ({"sync_every": 0} if part == "k3" else {})
+            run(folder, name, 0, 0.5, i, **{"algorithm/kl": part})
+            config = json.loads((folder / "config.yaml").read_text())
+            config["overrides"] = [f"algorithm={name}", f"+algorithm.kl.beta={beta}", f"optim.lr={i}"]
+            (folder / "config.yaml").write_text(json.dumps(config | {"algorithm": {"kl": kl, "high": i}}))
+    assert columns(tmp_path, capsys) == ["algorithm", "lr", "kl.beta"]
 
 
-def test_broken_and_unstarted_runs_are_shown_as_such(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (sweep / "0" / "config.yaml").write_text("a: [1, 2")
-    (sweep / "1" / "summary.json").write_text('{"exit": "do')
-    (sweep / "2" / "metrics.jsonl").write_text('{"step": 1}\noops\n{"step": 3}\n')
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("config.yaml", "a: [1, 2", "unreadable: config.yaml is broken"),
+        ("config.yaml", "a: !!timestamp x", "unreadable: config.yaml is broken"),
+        ("config.yaml", "a: " + "9" * 5000, "unreadable: config.yaml is broken"),
+        ("config.yaml", "- a list", "unreadable: config.yaml is broken"),
+        ("summary.json", '{"exit": "do', "unreadable: RUN="),
+        ("metrics.jsonl", '{"step": 1}\noops\n{"step": 3}\n', "unreadable: "),
+        ("metrics.jsonl", '{"step": 1, "reward": "high"}\n', "done"),
+        ("metrics.jsonl", '{"step": 1, "reward": NaN}\n', "done"),
+        ("metrics.jsonl", f'{{"step": 1, "reward": {"9" * 4000}}}\n', "done"),
+        ("summary.json", '{"exit": "done", "eval/accuracy_before": "low", "eval/accuracy": [1]}', "done"),
+        ("summary.json", '{"exit": "done", "eval/accuracy": 1e999, "seconds": {"a": 1}}', "done"),
+        ("summary.json", f'{{"exit": "done", "eval/accuracy": {"9" * 4000}}}', "done"),
+    ],
+    ids=range(12),
+)
+def test_a_broken_run_has_a_row_and_what_is_no_number_is_missing(
+    file: str, text: str, said: str, sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (sweep / "0" / file).write_text(text)
     (sweep / "4" / ".hydra").mkdir(parents=True)
     (sweep / "4" / ".hydra" / "overrides.yaml").write_text("- algorithm=drgrpo")
     main([str(sweep), "--format", "json", "--sort", "path"])
-    rows = json.loads(capsys.readouterr().out)
-    assert [row["exit"].split(": ")[0] for row in rows] == ["unreadable"] * 3 + ["unfinished", "not started"]
-    assert ["config.yaml" in rows[0]["exit"], "summary.json" in rows[1]["exit"], "line 2" in rows[2]["exit"]] == [
-        True
-    ] * 3
-
-
-@pytest.mark.processes
-def test_help_imports_nothing_heavy() -> None:
-    heavy = "[m for m in ('torch', 'rich', 'hydra') if m in sys.modules]"
-    code = f"import sys; from grpocli_tools.report import compare_command; print({heavy})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    first, *others = json.loads(capsys.readouterr().out)
+    assert first["exit"].startswith(said)
+    assert [row["exit"] for row in others] == ["done", "done", "unfinished", "not started"]
+    missing = {"metrics.jsonl": ("final reward",), "summary.json": ("accuracy", "change")}.get(file, ())
+    assert [first[name] for name in missing] == [None] * len(missing)
 
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J"
@@ -183,36 +181,3 @@ def test_escape_sequences_of_a_run_never_reach_the_terminal(
     out = capsys.readouterr().out
     assert "key" in out
     assert not set(out) & {"\x1b", "\x07"}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a: !!timestamp x",
-        "a: " + "9" * 5000,
-        "- a list",
-    ],
-)
-def test_a_run_with_an_invalid_config_has_a_row(text: str, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (sweep / "0" / "config.yaml").write_text(text)
-    main([str(sweep), "--format", "json", "--sort", "path"])
-    rows = json.loads(capsys.readouterr().out)
-    assert [row["exit"] for row in rows] == ["unreadable: config.yaml is broken", "done", "done", "unfinished"]
-
-
-@pytest.mark.parametrize(
-    ("metrics", "summary"),
-    [
-        ('{"step": 1, "reward": "high"}\n', '{"eval/accuracy_before": "low", "eval/accuracy": [1]}'),
-        ('{"step": 1, "reward": NaN}\n', '{"eval/accuracy": 1e999, "seconds": {"a": 1}}'),
-        (f'{{"step": 1, "reward": {"9" * 4000}}}\n', f'{{"eval/accuracy": {"9" * 4000}}}'),
-    ],
-)
-def test_results_that_are_not_numbers_are_shown_as_missing(
-    metrics: str, summary: str, sweep: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (sweep / "0" / "metrics.jsonl").write_text(metrics)
-    (sweep / "0" / "summary.json").write_text(summary)
-    main([str(sweep), "--sort", "accuracy", "--format", "json"])
-    row = next(row for row in json.loads(capsys.readouterr().out) if row["run"] == "0")
-    assert [row[name] for name in ("before", "accuracy", "change", "final reward", "seconds")] == [None] * 5

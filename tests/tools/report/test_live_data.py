@@ -14,7 +14,7 @@ import pytest
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.saved_run import SavedRun
 from grpocli_tools.report.build_page import Builder
-from grpocli_tools.report.live_server import SHARE, LiveData
+from grpocli_tools.report.live_server import LiveData
 from grpocli_tools.report.report_page import page_json
 
 
@@ -108,21 +108,3 @@ def test_a_folder_is_waited_for_and_a_deleted_run_is_a_note(live: Callable[..., 
     whole = answer(data.newer())
     assert [run["name"] for run in whole["runs"]] == ["b"]
     assert whole["notes"][0] == "a: its folder is not there any more"
-
-
-def test_files_are_not_looked_at_again_for_many_times_as_long(tmp_path: Path) -> None:
-    make_run(tmp_path / "a")
-    now, reads = [0.0], list[float]()
-
-    def load(paths: Any) -> Any:
-        reads.append(now[0])
-        now[0] += 0.1
-        return Builder(no_formula, live=True).page(paths)
-
-    data = LiveData((tmp_path,), load, clock=lambda: now[0])
-    data.newer()
-    for step, time in enumerate((1.0, 5.0, 6.2, 10.0, 11.5), start=4):
-        add(tmp_path / "a", row(step))
-        now[0] = time
-        data.newer()
-    assert reads == [0.0, 1.0, 6.2, 11.5], f"{SHARE} times 0.1 seconds apart"

@@ -1,11 +1,11 @@
-"""The real server of the live page: raw requests over a socket, the command from start to Ctrl-C, and the browser."""
+"""The real server of the live page: the command from start to Ctrl-C, and the browser."""
 
 from __future__ import annotations
 
 import re
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from cli.running import finish, start
 from report.conftest import wait_until
+from report.large_run import write_large_run
 from report.test_live_data import add, make_run, row
 
 from grpocli.errors import ConfigError
@@ -46,47 +47,19 @@ class Watch:
         connection.close()
         return answer
 
-    def raw(self, request: bytes) -> bytes:
-        """The answer to these bytes, until the server closes the connection."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
-            connection.sendall(request)
-            parts = []
-            while part := connection.recv(1 << 16):
-                parts.append(part)
-        return b"".join(parts)
-
     def cookie(self) -> str:
         answer = self.get(self.address.partition(str(self.port))[2])
         assert answer.status == 303
         return str(answer.headers["set-cookie"]).partition(";")[0]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("watched")
-    make_run(path / "a")
-    return path
-
-
-@pytest.fixture(scope="module")
-def watch(folder: Path) -> Iterator[Watch]:
-    started = Watch(str(folder))
-    yield started
-    started.process.kill()
-    started.process.communicate()
-
-
-@pytest.mark.processes
-def test_the_server_listens_on_the_loopback_address_only(watch: Watch) -> None:
-    listening = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
-    locals_ = [line.split()[1] for line in listening.splitlines() if f":{watch.port:04X} " in line and " 0A " in line]
-    assert locals_ == [f"0100007F:{watch.port:04X}"]
-
-
 @pytest.mark.processes
 def test_watch_shows_new_steps_and_ends_with_ctrl_c(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a")
     watch = Watch(str(tmp_path))
+    listening = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+    locals_ = [line.split()[1] for line in listening.splitlines() if f":{watch.port:04X} " in line and " 0A " in line]
+    assert locals_ == [f"0100007F:{watch.port:04X}"], "the loopback address alone"
     cookie = watch.cookie()
     token = ADDRESS.search(watch.address)[2]  # type: ignore[index]
     assert watch.next_address() != watch.address
@@ -110,43 +83,53 @@ def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:
             main([str(tmp_path), "--port", str(port)])
 
 
-@pytest.mark.browser
-@pytest.mark.processes
-def test_a_new_step_appears_on_the_open_page(chromium: Any, tmp_path: Path) -> None:
-    from selenium.webdriver.support.ui import WebDriverWait
+@pytest.fixture
+def opened(chromium: Any) -> Iterator[Callable[[Path], Any]]:
+    """Opens the live page of a run in the browser."""
+    watches = []
 
-    run = make_run(tmp_path / "a")
-    watch = Watch(str(run))
-    try:
+    def open_(run: Path) -> Any:
+        watches.append(Watch(str(run)))
         chromium.get_log("browser")
-        chromium.get(watch.address)
-        steps = (
-            "return [...document.querySelectorAll('#chart-reward .plot')].map((p) => p.getAttribute('aria-valuemax'))"
-        )
-        wait = WebDriverWait(chromium, 120)
-        wait.until(lambda browser: browser.execute_script(steps) == ["3"])
-        chromium.execute_script("window.unchanged = true")
-        add(run, row(4), row(5))
-        wait.until(lambda browser: browser.execute_script(steps) == ["5"])
-        assert chromium.execute_script("return window.unchanged") is True
-        assert "token" not in chromium.current_url
-        assert [line for line in chromium.get_log("browser") if line["level"] in ("SEVERE", "WARNING")] == []
-    finally:
+        chromium.get(watches[-1].address)
+        wait_until(lambda: chromium.find_elements("css selector", "#tabs [role=tab]"))
+        return chromium
+
+    yield open_
+    for watch in watches:
         watch.process.kill()
         watch.process.communicate()
-        chromium.get("about:blank")
+    chromium.get("about:blank")
 
 
+@pytest.mark.browser
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("request_", "status"),
-    [
-        (b"GET / HTTP/1.1\r\nHost: evil.example\r\n", 403),
-        (b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n", 400),
-        (b"GET / HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\n", 403),
-    ],
-)
-def test_raw_requests_are_refused(watch: Watch, request_: bytes, status: int) -> None:
-    answer = watch.raw(request_ + b"Connection: close\r\n\r\n")
-    assert answer.startswith(b"HTTP/1.1 %d " % status)
-    assert b"uvicorn" not in answer
+def test_a_new_step_appears_on_the_open_page(opened: Callable[[Path], Any], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    browser = opened(run)
+    steps = "return [...document.querySelectorAll('#chart-reward .plot')].map((p) => p.getAttribute('aria-valuemax'))"
+    wait_until(lambda: browser.execute_script(steps) == ["3"])
+    browser.execute_script("window.unchanged = true")
+    add(run, row(4), row(5))
+    wait_until(lambda: browser.execute_script(steps) == ["5"])
+    assert browser.execute_script("return window.unchanged") is True
+    assert "token" not in browser.current_url
+    assert [line for line in browser.get_log("browser") if line["level"] in ("SEVERE", "WARNING")] == []
+
+
+@pytest.mark.browser
+@pytest.mark.processes
+def test_a_range_loads_the_completions_of_its_steps_and_says_which(
+    opened: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    browser = opened(write_large_run(tmp_path / "a", steps=40, groups=1, size=1))
+
+    def loaded(address: str, count: int, said: str) -> None:
+        browser.execute_script(f"location.hash = 'tab=rollouts&{address}'")
+        browser.refresh()
+        wait_until(lambda: browser.find_element("id", "found").get_attribute("data-count") == str(count))
+        wait_until(lambda: said in browser.find_element("id", "loaded").text)
+
+    loaded("from=3&to=6", 4, "")
+    loaded("from=5", 20, "Loaded: steps 5 to 24, of 36 steps")
+    loaded("to=30", 20, "Loaded: steps 11 to 30, of 30 steps")

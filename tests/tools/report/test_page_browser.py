@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from report.pages import completion, page, prompt, run, sweep
+from report.pages import completion, page, prompt, run, shown, sweep
 
 from grpocli_tools.report.page_data import GroupView, PromptText, RolloutSelection
 
@@ -134,8 +134,7 @@ def test_a_link_opens_what_it_names_and_back_returns(show: Show) -> None:
 def test_a_megabyte_in_one_line_and_ten_thousand_tokens_are_shown_in_parts(show: Show) -> None:
     long = completion("x" * 2**20, tokens=None, mask=None, logp=None, trainer_logp=None, entropy=None, ratio=None)
     many = completion(" ".join(["word"] * 10_000))
-    view = run(steps=2, rollouts=RolloutSelection("", 2, [1], [GroupView(1, 0, "0", 0, [long, many])]))
-    browser = show(page(view, prompts=[prompt()]), "#tab=rollouts&color=logp")
+    browser = show(page(run(steps=2, rollouts=shown(long, many)), prompts=[prompt()]), "#tab=rollouts&color=logp")
     buttons = browser.find_elements("css selector", ".completion [data-more]")
     assert sorted(button.text for button in buttons) == [
         "Show more (1,000 of 10,000 tokens)",

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from cli.running import run_here
+from cli.running import SMALL, run_here
 
 from grpocli_tools.report.build_page import Builder
 from grpocli_tools.report.page_data import PageData
@@ -29,7 +29,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Dat
     run = tmp_path_factory.mktemp("real") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPOCLI_CACHE", str(shared_cache))
-        options = [f"train.steps={STEPS}", "eval.problems=16", "rollout.max_completion_tokens=4"]
+        options = [*SMALL, f"train.steps={STEPS}", "rollout.prompts_per_step=8", "rollout.max_completion_tokens=4"]
         assert run_here("train", *options, f"hydra.run.dir={run}") == 0
     return run, Builder(lambda run: ["J"]).page([run])
 
@@ -38,38 +38,6 @@ def logged(run: Path) -> dict[int, dict[str, float]]:
     """{step: metrics} of metrics.jsonl."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: row for row in rows}
-
-
-def shown_values(browser: Any, chart: str = "") -> dict[str, str]:
-    """{metric: number} of the charts: the text of the one in use, which has every digit; of all others the title."""
-    number = "textContent" if chart else "title"
-    return dict(
-        browser.execute_script(
-            f"return [...document.querySelectorAll('{chart} dd[data-metric]')]"
-            f".map((one) => [one.dataset.metric, one.{number}])"
-        )
-    )
-
-
-def frame(browser: Any) -> None:
-    browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
-
-
-def test_the_arrow_keys_show_each_metric_of_each_step_to_the_last_digit(show: Show, trained: Data) -> None:
-    from selenium.webdriver import Keys
-
-    run, data = trained
-    browser = show(data, "#tab=curves")
-    area = browser.find_element("css selector", "#chart-reward .plot")
-    for step, row in logged(run).items():
-        area.send_keys(Keys.HOME, *[Keys.ARROW_RIGHT] * data.runs[0].steps.index(step))
-        assert int(area.get_attribute("aria-valuenow")) == step
-        shown = shown_values(browser)
-        of_the_step = {name: text for name, text in shown.items() if name in row and text != "–"}
-        assert len(of_the_step) >= 20
-        assert {name: float(text) for name, text in of_the_step.items()} == {name: row[name] for name in of_the_step}
-        assert [name for name, text in shown.items() if text == "–" and name in row] == []
-        assert float(shown_values(browser, "#chart-reward")["reward"]) == row["reward"]
 
 
 def test_an_open_group_has_the_texts_and_numbers_of_the_parquet(show: Show, trained: Data) -> None:

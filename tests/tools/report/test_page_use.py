@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from report.conftest import wait_until
-from report.pages import completion, page, run, sweep
+from report.pages import completion, page, run, shown, sweep
 
-from grpocli_tools.report.page_data import Chart, ChartLine, GroupView, PageData, RolloutSelection
+from grpocli_tools.report.page_data import Chart, ChartLine, PageData
 
 pytestmark = pytest.mark.browser
 
@@ -45,8 +45,7 @@ def media(chromium: Any) -> Iterator[Callable[..., None]]:
 def test_each_measure_colors_the_tokens_and_has_a_legend(
     show: Show, measure: str, ends: tuple[str, str] | None, colored: int
 ) -> None:
-    shown = completion("a b c d e f g h")
-    view = run(steps=2, rollouts=RolloutSelection("", 1, [1], [GroupView(1, 0, "0", 0, [shown])]))
+    view = run(steps=2, rollouts=shown(completion("a b c d e f g h")))
     browser = show(page(view), f"#tab=rollouts&color={measure}&marks=1")
     tokens = browser.find_elements("css selector", ".token[data-token]")
     assert len(tokens) == 8
@@ -62,8 +61,7 @@ def test_an_episode_is_shown_as_turns(show: Show) -> None:
         {"role": "tool", "content": "4"},
         {"role": "assistant", "content": "It is 4."},
     ]
-    shown = completion("2+2= 4 It is 4.", episode=turns, mask=[1, 0, 1, 1, 1])
-    view = run(steps=2, rollouts=RolloutSelection("", 1, [1], [GroupView(1, 0, "0", 0, [shown])]))
+    view = run(steps=2, rollouts=shown(completion("2+2= 4 It is 4.", episode=turns, mask=[1, 0, 1, 1, 1])))
     browser = show(page(view), "#tab=rollouts")
     found = browser.find_elements("css selector", ".completion .turn")
     assert [one.text.split("\n") for one in found] == [[turn["role"], turn["content"]] for turn in turns]
@@ -92,8 +90,8 @@ def with_long_words() -> PageData:
     """A page with words that are wider than a phone."""
     word = "rollout.max_completion_tokens/" * 8
     view = run(steps=20, facts=[("model", word), ("lengths", f"rollout.x={word}")], overrides=[word], path=word)
-    group = GroupView(1, 0, "0", 0, [completion(word), completion(word, tokens=None, mask=None)])
-    return page(replace(view, rollouts=RolloutSelection("", 2, [1], [group])), title=word, notes=[word])
+    rollouts = shown(completion(word), completion(word, tokens=None, mask=None))
+    return page(replace(view, rollouts=rollouts), title=word, notes=[word])
 
 
 @pytest.mark.parametrize("tab", TABS)
@@ -134,8 +132,8 @@ def test_a_killed_run_says_so_with_a_command_as_text(show: Show) -> None:
 
 
 def test_paper_has_every_chart_and_at_most_eight_completions(show: Show, media: Callable[..., None]) -> None:
-    group = GroupView(1, 0, "0", 0, [completion(reward=float(at % 2)) for at in range(16)])
-    browser = show(page(run(rollouts=RolloutSelection("", 16, [1], [group]))), "#tab=rollouts", scheme="dark")
+    rollouts = shown(*(completion(reward=float(at % 2)) for at in range(16)))
+    browser = show(page(run(rollouts=rollouts)), "#tab=rollouts", scheme="dark")
     media("print", prefers_color_scheme="dark")
     wait_until(lambda: browser.find_element("id", "panel-curves").is_displayed())
     charts = browser.find_elements("css selector", ".chart")

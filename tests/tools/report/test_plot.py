@@ -1,8 +1,7 @@
-"""`grpocli compare --plot` and `--curves`: pictures and tables of the curves of several runs."""
+"""`grpocli compare --plot`: pictures of the curves of several runs."""
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import xml.etree.ElementTree as ET
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from report.test_compare import run
 
 from grpocli.errors import ConfigError
 from grpocli_tools.report.compare_command import main, mean_and_range, smoothed
@@ -23,16 +22,11 @@ SUFFIXES = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
 def sweep(tmp_path: Path) -> Path:
     """Two learning rates with two seeds; only the second learning rate has the metric `extra`."""
     for number, (lr, seed) in enumerate([(0.1, 0), (0.1, 1), (0.2, 0), (0.2, 1)]):
-        run = tmp_path / "sweep" / str(number)
-        run.mkdir(parents=True)
-        config = {"optim": {"_target_": "optim/adamw", "lr": lr}, "seed": seed, "overrides": [f"optim.lr={lr}"]}
-        (run / "config.yaml").write_text(yaml.safe_dump(config))
-        lines = [
-            {"step": step, "reward": lr * step + seed, **({"extra_$x$": 0.5} if lr > 0.1 else {})} for step in (1, 2, 3)
-        ]
-        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        summary = {"steps": 3, "exit": "done", "eval/accuracy_before": 0.25, "eval/accuracy": 0.75}
-        (run / "summary.json").write_text(json.dumps(summary))
+        folder = tmp_path / "sweep" / str(number)
+        run(folder, "grpo", seed, 0.75, lr)
+        extra = {"extra_$x$": 0.5} if lr > 0.1 else {}
+        lines = [json.dumps({"step": step, "reward": lr * step + seed, **extra}) for step in (1, 2, 3)]
+        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     return tmp_path / "sweep"
 
 
@@ -55,17 +49,6 @@ def test_a_picture_names_runs_metrics_and_the_band(sweep: Path, tmp_path: Path, 
     }
     assert {"step", "reward", "extra_$x$", "lr=0.1", "lr=0.2", "mean of 2 seeds; band: minimum to maximum"} <= texts
     assert "without extra_$x$: 0, 1" in capsys.readouterr().out
-
-
-def test_the_table_has_every_number(sweep: Path, tmp_path: Path) -> None:
-    assert main([str(sweep), "--curves", str(tmp_path / "c.csv")]) == 0
-    rows = list(csv.DictReader((tmp_path / "c.csv").read_text().splitlines()))
-    rewards = [(row["seed"], int(row["step"]), float(row["value"])) for row in rows if row["metric"] == "reward"]
-    assert sorted(rewards) == sorted(
-        (str(seed), step, lr * step + seed) for lr in (0.1, 0.2) for seed in (0, 1) for step in (1, 2, 3)
-    )
-    accuracies = {(int(row["step"]), float(row["value"])) for row in rows if row["metric"] == "eval/accuracy"}
-    assert accuracies == {(0, 0.25), (3, 0.75)}
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,7 @@ from grpocli.runs.saved_run import SavedRun
 from grpocli.runs.sessions import Session, add_session
 from grpocli_tools.evaluation.significance import interval, wilson
 from grpocli_tools.report.build_page import Builder, charts
-from grpocli_tools.report.comparison import RESULTS, RunRow, labels
-from grpocli_tools.report.diagnosis import (
-    BLOCKS,
-    NOISE,
-    RULES,
-    WINDOW,
-    texts,
-    verdict,
-    warnings,
-)
+from grpocli_tools.report.diagnosis import BLOCKS, NOISE, RULES, WINDOW, texts, verdict, warnings
 from grpocli_tools.report.page_data import Curves, thinned, with_intervals
 from grpocli_tools.report.report_page import page_json
 from grpocli_tools.report.rollout_sample import BUDGET, Prompts, RolloutSample
@@ -109,9 +100,7 @@ JUST_INSIDE = [
     ({"entropy": [1.0] * 10 + [2.99] * 20}, {}),
     ({"entropy": [0.1] * 10 + [0.599] * 20}, {}),
     ({"frac_reward_zero_std": [0.9] * 20}, {}),
-    ({"frac_reward_zero_std": [0.5] * 6 + [0.99] * 3}, {}),
     ({"completions/clipped_ratio": [0.5] * 20}, {}),
-    ({"completions/clipped_ratio": [0.3] * 6 + [0.95] * 3}, {}),
     ({"token_mult_prob_error": [1.1] * 20}, {}),
     ({"token_mult_prob_error": [1.02] * 20}, {"model.dtype": "float32"}),
     ({"token_mult_prob_error": [1.0] * 6 + [1.5] * 3}, {}),
@@ -128,8 +117,6 @@ JUST_INSIDE = [
     ({"rewards/math/errors": [0.0] * 20}, {}),
     ({"sampling/stale": [2.0] * 2 + [0.0] * 18}, {}),
     ({"time/step": [2.0] * 10, "time/eval": [1.0] * 10}, {}),
-    ({"time/step": [2.0] * 9, "time/eval": [2.0] * 9}, {}),
-    ({"reward": [1.0] * 19}, {}),
 ]
 
 
@@ -198,17 +185,13 @@ def evaluated(tmp_path: Path, sessions: list[tuple[int, dict[str, Any]]], config
     ("key", "learned"),
     [
         ("rollout.max_completion_tokens", False),
-        ("rollout.stop", False),
         ("model.chat_template", False),
-        ("model.chat_template_arguments.effort", False),
         ("reward.math.right", False),
         ("reward", False),
         ("eval.reward", False),
         ("task.path", False),
         ("reward.format.right", True),
         ("reward.math.weight", True),
-        ("reward.math.timeout", True),
-        ("rollout.temperature", True),
         ("task.order", True),
         ("optim.lr", True),
     ],
@@ -286,25 +269,6 @@ def test_a_solved_task_is_no_alarm(tmp_path: Path) -> None:
         "no spread",
         "entropy collapse",
     ]
-
-
-def setting_row(path: str, typed: list[str], **settings: object) -> RunRow:
-    results = dict.fromkeys(RESULTS) | {"exit": "done", "accuracy": 0.5}
-    run = SavedRun(Path("/runs") / path)
-    run.__dict__["config"] = {"seed": 0, "overrides": [f"{key}=x" for key in typed]}
-    return RunRow(run, {"seed": 0} | settings, results)
-
-
-def test_labels_leave_out_what_follows_from_a_choice() -> None:
-    rows = [
-        setting_row("0", ["algorithm", "seed"], algorithm="grpo", reward="exact_match"),
-        setting_row("1", ["algorithm", "seed"], algorithm="dapo", reward="exact_match+overlong"),
-        setting_row("2", ["algorithm", "seed"], algorithm="dapo", reward="exact_match+overlong", seed=1),
-    ]
-    assert [one.label for one in labels(rows)] == ["grpo, seed=0", "dapo, seed=0", "dapo, seed=1"]
-    assert [one.group for one in labels(rows)] == ["grpo", "dapo", "dapo"]
-    typed = [setting_row("0", ["reward"], reward="math"), setting_row("1", ["reward"], reward="number")]
-    assert [one.label for one in labels(typed)] == ["reward=math", "reward=number"]
 
 
 def test_a_hundred_runs_are_in_natural_order_groups_first(tmp_path: Path) -> None:

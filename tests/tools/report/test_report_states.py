@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli.running import SMALL, killed_after, run_here
+from omegaconf import OmegaConf
 
+from grpocli.composition.compose import compose, save
 from grpocli.runs.run_dir import RunDir
 from grpocli_tools.report.build_page import Builder
 from grpocli_tools.report.page_data import PageData, RunView
@@ -116,27 +119,24 @@ def test_a_run_that_ended_early_says_so_with_the_command_that_continues_it(
     assert dict(found.facts)["steps"] == f"3 of {asked}"
 
 
-def facts_of(tmp_path: Path, *overrides: str) -> dict[str, str]:
-    """The facts of a run that began with these overrides."""
-    from omegaconf import OmegaConf
-
-    from grpocli.composition.compose import compose, save
-
-    chosen = compose(list(overrides), with_hydra=True)
-    choices = {"hydra": {"runtime": {"choices": OmegaConf.to_container(chosen.hydra.runtime.choices)}}}
-    run = tmp_path / "run"
+def written(run: Path, *overrides: str, **replaced: dict[str, Any]) -> Path:
+    """A run that has begun. replaced: {section: value} of its config."""
+    config = OmegaConf.to_container(OmegaConf.create(save(compose(list(overrides))))) | {"overrides": list(overrides)}
+    for section, value in replaced.items():
+        *outer, last = section.split("__")
+        (config[outer[0]] if outer else config)[last] = value
+    choices = OmegaConf.to_container(compose(list(overrides), with_hydra=True).hydra.runtime.choices)
     (run / ".hydra").mkdir(parents=True)
-    (run / ".hydra" / "hydra.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(choices)))
-    saved = OmegaConf.create(save(compose(list(overrides))))
-    saved.overrides = list(overrides)
-    (run / "config.yaml").write_text(OmegaConf.to_yaml(saved))
-    (run / "metrics.jsonl").write_text("")
-    return dict(view(run).facts)
+    (run / ".hydra" / "hydra.yaml").write_text(json.dumps({"hydra": {"runtime": {"choices": choices}}}))
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5}) + "\n")
+    return run
 
 
 def test_facts_are_for_people(tmp_path: Path) -> None:
     typed = ["algorithm=dapo", "algorithm/kl=k3", "algorithm.kl.beta=0.1", "train.epochs=2"]
-    facts = facts_of(tmp_path, *typed, "hardware.device=cpu", "hardware.processes=2")
+    run = written(tmp_path / "run", *typed, "hardware.device=cpu", "hardware.processes=2")
+    facts = dict(view(run).facts)
     assert facts["algorithm"] == "dapo with kl=k3, kl.beta=0.1"
     assert facts["rewards"] == "exact_match, overlong × 0.5"
     assert facts["update"] == "lr 0.0005, schedule constant, max_grad_norm 1, epochs 2, minibatches 1"
@@ -144,35 +144,17 @@ def test_facts_are_for_people(tmp_path: Path) -> None:
 
 
 def test_a_report_runs_no_code_of_a_run(tmp_path: Path) -> None:
-    mark = tmp_path / "ran"
-    code = tmp_path / "mine.py"
+    mark, code = tmp_path / "ran", tmp_path / "mine.py"
     code.write_text(f"open({str(mark)!r}, 'w')\ndef score(*args, **kwargs): return []\nclass Rank: pass\n")
     for name, reward, advantage in (
         ("reward", f"{code}:score", "algorithm/advantage/std"),
         ("advantage", "reward/exact_match", f"{code}:Rank"),
         ("module", "os.system", "algorithm/advantage/std"),
     ):
-        saved = tmp_path / "runs" / name
-        saved.mkdir(parents=True)
-        (saved / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5}) + "\n")
-        (saved / "config.yaml").write_text(config_text(reward, advantage))
+        parts = {"reward": {"mine": {"_target_": reward, "weight": 2.0}}}
+        written(tmp_path / "runs" / name, **parts, algorithm__advantage={"_target_": advantage})
     found = page(tmp_path / "runs")
     assert not mark.exists()
-    assert {view.name: bool(view.formula) for view in found.runs} == {
-        "advantage": False,
-        "module": True,
-        "reward": True,
-    }
+    formulas = {view.name: bool(view.formula) for view in found.runs}
+    assert formulas == {"advantage": False, "module": True, "reward": True}
     assert any("is code outside grpocli, which a report does not run" in note for note in found.notes)
-
-
-def config_text(reward: str, advantage: str) -> str:
-    from omegaconf import OmegaConf
-
-    from grpocli.composition.compose import compose, save
-
-    plain = OmegaConf.to_container(OmegaConf.create(save(compose([]))))
-    assert isinstance(plain, dict)
-    plain["reward"] = {"mine": {"_target_": reward, "weight": 2.0}}
-    plain["algorithm"]["advantage"] = {"_target_": advantage}
-    return OmegaConf.to_yaml(OmegaConf.create(plain))
