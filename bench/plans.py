@@ -26,16 +26,22 @@ from typing import Any
 import numpy as np
 
 from grpocli.composition.compose import build_run, compose
+from grpocli_tools.plan.memory import VLLM
 from grpocli_tools.plan.plan import Plan, make_plan
 from grpocli_tools.plan.resources import GIB, DeviceOptions
+from grpocli_tools.plan.simulate import Job, LogNormal, Speeds, simulate
+from grpocli_tools.plan.sweep import nonnegative_fit
 from grpocli_tools.plan.times import COSTS, DECODE_COSTS, DecodeCosts, Decoding, Demand, TrainingStep
 
 Row = dict[str, Any]
 
 PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
 PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "plan.md"
+PROMPT, SPREAD = 128, 0.6  # not published: assumed
+SLOTS, LINK = 1024, 25e9  # sequences of a server; bytes per second from trainers to servers
 LIBRARIES = "libraries"  # not in the published memory, which counts torch's allocator
 FLOAT32, BFLOAT16 = 4, 2  # bytes
+UTILIZATION = {False: 0.6, True: 0.8}  # of a GPU's memory by vLLM, in NeMo RL's configs: on policy, off policy
 FITTED_ON = ("H100", "H100 PCIe", "H200")
 KNOWN = COSTS["cuda"].part("weights", "network", "layers")  # assumed, not fitted
 LEAST = replace(KNOWN, linear=1.25, attention=1.25, attention_3=1.25, activations=1.0)
@@ -44,6 +50,8 @@ THEIR_HEAD = 16.06
 """The fitted cost of prime-rl's output head, which is not this program's; of logits."""
 ADAPTERS = 4
 """Adapters that prime-rl has room for in its benchmarks (`MAX_LORAS`), of which one is trained."""
+OVERHEAD = 0.37
+"""What a published step of NeMo RL takes beyond the simulated one, as a share; fitted."""
 
 
 def halves(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
@@ -115,19 +123,6 @@ def their_costs() -> Demand:
     return replace(COSTS["cuda"], logits=THEIR_HEAD)
 
 
-def nonnegative_fit(columns: Any, values: Any) -> Any:
-    """The coefficients of 0 or more with the least squares: the best over all subsets of columns."""
-    count, best, least = columns.shape[1], np.zeros(columns.shape[1]), math.inf
-    for subset in range(1, 2**count):
-        chosen = [i for i in range(count) if subset >> i & 1]
-        found, *_ = np.linalg.lstsq(columns[:, chosen], values, rcond=None)
-        error = float(np.sum((columns[:, chosen] @ found - values) ** 2))
-        if (found >= 0).all() and error < least:
-            least, best = error, np.zeros(count)
-            best[chosen] = found
-    return best
-
-
 def fit_training(rows: Sequence[Row], folder: Path) -> Demand:
     """The costs with the least squares of relative errors, none below `LEAST`."""
     demands = np.array([demand_of(row, folder).values() for row in rows])
@@ -163,6 +158,90 @@ def expert_adapters(row: Row, folder: Path) -> float:
     return float(held + 2 * BFLOAT16 * ADAPTERS * numbers / size.layers)
 
 
+def step_plan(row: Row, folder: Path) -> Plan:
+    """The plan of a row of NeMo RL; servers and trainers are set by `step_job`."""
+    overrides = (
+        *model_override(row["model"], folder),
+        "model.head_dtype=null",
+        "algorithm=grpo",
+        "engine=transformers",
+        "hardware.device=cuda",
+        f"hardware.processes={row['gpus']}",
+        "hardware.parallel=fsdp2",
+        f"rollout.max_prompt_tokens={PROMPT}",
+        f"rollout.max_completion_tokens={row['longest'] - PROMPT}",
+        f"rollout.prompts_per_step={row['prompts']}",
+        f"rollout.group_size={row['group']}",
+        f"train.micro_batch_tokens={row['longest']}",
+        f"train.gradient_checkpointing={str(row['checkpointing']).lower()}",
+    )
+    return _plan(overrides, "H100", row["gpus"], False)
+
+
+def step_job(row: Row, folder: Path, costs: DecodeCosts, training: Demand) -> Job:
+    """The simulated run of a row of NeMo RL.
+
+    Its trainer, Megatron, splits layers and experts over GPUs, so that no weights are gathered: like DDP's, its network
+    carries the gradients once. It computes the policy's log-probs before the update, too. Its asynchronous runs
+    generate the prompts of several steps at a time, so those of `staleness + 1` steps are simulated as one.
+    """
+    plan, at_once = step_plan(row, folder), row["staleness"] + 1
+    shared, tp = not row["rollout_gpus"], row["tensor_parallel"]
+    trainers = row["gpus"] - row["rollout_gpus"]
+    mean, longest = row["mean"] - PROMPT, row["longest"] - PROMPT
+    resources = replace(plan.resources, trainers=trainers, tensor_parallel=tp, link=min(plan.resources.link, 400e9))
+    plan = replace(plan, resources=resources)
+    step = TrainingStep.of(plan, PROMPT, mean)
+    step = replace(step, prompts=row["prompts"] * row["group"], shards=1, scoring=step.scoring + 1)
+    seconds = step.demand().seconds(training)
+    servers = (row["gpus"] if shared else row["rollout_gpus"]) // tp
+    most = min(_slots(row, plan), math.ceil(at_once * row["prompts"] / servers) * row["group"])
+    decoder = Decoding(plan, PROMPT + mean / 2, costs)
+    return Job(
+        prompts=at_once * row["prompts"],
+        group=row["group"],
+        prompt_tokens=0.0,
+        lengths=_lengths(mean, SPREAD, longest),
+        speeds=Speeds(
+            decode=decoder.table(most),
+            round=decoder.prefill(at_once * row["prompts"] / servers * PROMPT),
+            update=at_once * seconds,
+            sync=at_once * 2 * plan.size.parameters / LINK,
+        ),
+        servers=servers,
+        slots=most,
+        trainers=trainers,
+        rollout_devices=row["rollout_gpus"] or row["gpus"],
+        shared=shared,
+        max_staleness=min(1, row["staleness"]),
+        in_flight=bool(row["staleness"]),
+    )
+
+
+def _slots(row: Row, plan: Plan) -> int:
+    """Sequences that a server's KV cache has room for, at their mean length, as `running_sequences` counts."""
+    tp, size = row["tensor_parallel"], plan.size
+    weights = BFLOAT16 * size.parameters / tp
+    cache = tp * (UTILIZATION[row["staleness"] > 0] * plan.resources.memory - weights - VLLM["cuda"])
+    return min(SLOTS, int(cache / (BFLOAT16 * size.cache_per_token * row["mean"])))
+
+
+@functools.cache
+def _lengths(mean: float, spread: float, longest: int) -> LogNormal:
+    return LogNormal.with_mean(mean, spread, longest)
+
+
+def step_seconds(row: Row, folder: Path, costs: DecodeCosts, training: Demand, overhead: float = 0.0) -> float:
+    job = step_job(row, folder, costs, training)
+    return float((1 + overhead) * simulate(job, 5).step_seconds / (row["staleness"] + 1))
+
+
+def fit_overhead(rows: Sequence[Row], folder: Path, costs: DecodeCosts, training: Demand) -> float:
+    """The share of a step with the least squares of logarithms."""
+    ratios = [row["seconds"] / step_seconds(row, folder, costs, training) for row in rows]
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) - 1
+
+
 def decoder_of(row: Row, folder: Path, costs: DecodeCosts) -> Decoding:
     """The server of a row of decoding rates."""
     overrides = (*model_override(row["model"], folder), "model.head_dtype=null", "engine=transformers")
@@ -194,6 +273,42 @@ def fit_decoding(rows: Sequence[Row], folder: Path) -> DecodeCosts:
     return min((DecodeCosts(*values) for values in grid), key=error)
 
 
+def overlap_job(row: Row, gpus: int, mean: float, update: float) -> Job:
+    """A run of verl whose completions are generated on `gpus`."""
+    overrides = ("model=qwen2.5-math-7b", "model.head_dtype=null", "engine=transformers", "hardware.device=cuda")
+    plan = _plan(overrides, "H20", 1, False)
+    servers = gpus // row["tensor_parallel"]
+    slots = min(SLOTS, math.ceil(row["prompts"] / servers) * row["group"])
+    resources = replace(plan.resources, tensor_parallel=row["tensor_parallel"])
+    decoder = Decoding(replace(plan, resources=resources), mean / 2, DECODE_COSTS["cuda"])
+    return Job(
+        prompts=row["prompts"],
+        group=row["group"],
+        prompt_tokens=0.0,
+        lengths=LogNormal(mean, SPREAD, row["longest"]),
+        speeds=Speeds(decode=decoder.table(slots), update=update, sync=2 * plan.size.parameters / LINK),
+        servers=servers,
+        slots=slots,
+        trainers=row["trainers"],
+        rollout_devices=gpus,
+    )
+
+
+def overlap_seconds(row: Row) -> float:
+    """The simulated step of an asynchronous run, from the pieces of the colocated one.
+
+    The mean length is not published: it is the one with which the colocated run generates for its published seconds.
+    """
+    one, low, high = row["colocated"], 16.0, 4.0 * row["longest"]
+    for _ in range(20):
+        mean = math.sqrt(low * high)
+        seconds = simulate(overlap_job(row, one["gpus"], mean, 0.0), 2).steps[-1].batch.seconds
+        low, high = (mean, high) if seconds < one["gen"] else (low, mean)
+    update = one["update"] + (one["old_logp"] if row["old_logp"] else 0.0)
+    job = overlap_job(row, row["rollout"], low, update * one["gpus"] / row["trainers"])
+    return simulate(replace(job, max_staleness=1, in_flight=True), 6).step_seconds
+
+
 def training_table(folder: Path) -> list[str]:
     rows = PUBLISHED["training"]["rows"]
     costs = their_costs()
@@ -215,6 +330,22 @@ def training_table(folder: Path) -> list[str]:
     return lines
 
 
+def steps_table(folder: Path) -> list[str]:
+    rows = PUBLISHED["steps"]["rows"]
+    lines = [
+        "| run on H100 | | simulated, s | published, s | ratio | ratio with the overhead |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        seconds = step_seconds(row, folder, DECODE_COSTS["cuda"], COSTS["cuda"])
+        ratio = seconds / row["seconds"]
+        lines.append(
+            f"| {row['name']} | {half_of(row, rows)} | {seconds:.1f} | {row['seconds']} | {ratio:.2f} | "
+            f"{(1 + OVERHEAD) * ratio:.2f} |"
+        )
+    return lines
+
+
 def decode_table(folder: Path) -> list[str]:
     rows = PUBLISHED["decode"]["rows"]
     lines = ["| server | | planned, ms | published, ms | ratio |", "|---|---|---|---|---|"]
@@ -224,9 +355,19 @@ def decode_table(folder: Path) -> list[str]:
     return lines
 
 
+def overlap_table() -> list[str]:
+    lines = ["| run | planned, s | published, s | ratio |", "|---|---|---|---|"]
+    for row in PUBLISHED["overlap"]["rows"]:
+        seconds = overlap_seconds(row)
+        lines.append(f"| {row['name']} | {seconds:.0f} | {row['step']:.0f} | {seconds / row['step']:.2f} |")
+    return lines
+
+
 TABLES: dict[str, Callable[[Path], list[str]]] = {
     "training": training_table,
     "decode": decode_table,
+    "steps": steps_table,
+    "overlap": lambda _: overlap_table(),
 }
 
 
@@ -270,6 +411,12 @@ def print_fit(folder: Path) -> None:
     print("decoding, fitted to the other half:", asdict(fit_decoding([r for r in held_out if _fits(r)], folder)))
     for title, rows in (("fitted", fit), ("held out", held_out)):
         print(title, *(f"{decode_ratio(r, folder, decoding):.2f}" for r in rows))
+    steps, others = halves(PUBLISHED["steps"]["rows"])
+    training = replace(costs, logits=COSTS["cuda"].logits)
+    overhead = fit_overhead(steps, folder, decoding, training)
+    print(f"overhead of steps: {overhead:.3f}")
+    for title, rows in (("fitted", steps), ("held out", others)):
+        print(title, *(f"{step_seconds(r, folder, decoding, training, overhead) / r['seconds']:.2f}" for r in rows))
 
 
 def _rounded(costs: Demand) -> dict[str, float]:

@@ -14,11 +14,13 @@ from grpocli.errors import ConfigError
 from grpocli.text import counted
 from grpocli_tools.console import CleanConsole
 from grpocli_tools.plan.resources import GIB
+from grpocli_tools.plan.sweep import FULL
 from grpocli_tools.plan.times import COSTS, DECODE_COSTS, LINK
 
 if TYPE_CHECKING:
     from grpocli_tools.plan.memory import Device
     from grpocli_tools.plan.plan import Plan
+    from grpocli_tools.plan.sweep import Sweep
 
 WIDTH = 120
 LARGE_MICRO_BATCH = 32_768
@@ -217,3 +219,69 @@ def candidates(plan: Plan) -> Iterator[list[str]]:
             yield ["engine.gpu_memory_utilization=0.3"]
     if resources.gpu and not plan.run.model.lora.rank:
         yield ["model.lora.rank=16", *harmless]
+
+
+def simulation_text(found: Sweep, title: str, plan: Plan) -> str:
+    """A row for each number of servers, the configured one marked, and which is best."""
+    return _text_of(
+        _bold(f"grpocli plan {title}".rstrip()),
+        *_pairs(_simulated_facts(found)),
+        _bold(f"\nsimulated steps by {found.unit}, * as configured"),
+        _simulated_table(found),
+        _bold(f"\n{_recommendation(found)}"),
+        *([] if plan.fits else [Text(verdict(plan))]),
+    )
+
+
+def _simulated_facts(found: Sweep) -> list[tuple[str, str]]:
+    job, faults = found.row.simulated.job, found.row.simulated.job.faults
+    kept = f", {job.kept:.0%} of the groups kept" if job.kept < 1 else ""
+    pairs = [
+        ("step", f"{job.prompts:,} prompts x {job.group} completions{kept}; max_staleness={job.max_staleness}"),
+        ("lengths", found.lengths),
+        ("speeds", found.speeds),
+    ]
+    if faults.per_hour or faults.save:
+        every = f"every {counted(faults.every, 'step')}" if faults.every else "never"
+        text = f"{faults.per_hour:g} per device and hour; a checkpoint {every}, {faults.save:g} s; {faults.restart:g} s"
+        pairs.append(("failures", f"{text} to start again, {faults.server_restart:g} s for a server"))
+    return pairs
+
+
+def _simulated_table(found: Sweep) -> Table:
+    faults = found.row.simulated.job.faults
+    headers = ["devices", "memory", "step, s", "trainers idle", "servers idle", "tokens/s", "per device"]
+    headers += ["lost", "run, h"] if faults.per_hour or faults.save else []
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
+    for header in (found.unit.removeprefix("rollout "), *headers):
+        table.add_column(header, justify="right")
+    for row in found.rows:
+        one, mark = row.simulated, "*" if row.nodes == found.planned else ""
+        cells = [
+            f"{mark}{row.nodes:,}",
+            f"{one.job.devices:,}",
+            f"{row.memory:.0%}",
+            f"{one.step_seconds:,.3g}" if one.step_seconds < 1000 else f"{one.step_seconds:,.0f}",
+            f"{one.trainer_idle:.0%}",
+            f"{one.rollout_idle:.0%}",
+            f"{one.tokens_per_second:,.0f}",
+            f"{row.per_device:,.1f}",
+            f"{one.overhead:.1%}",
+            f"{one.seconds / 3600:,.1f}",
+        ]
+        table.add_row(*cells[: len(headers) + 1])
+    return table
+
+
+def _recommendation(found: Sweep) -> str:
+    best, unit = found.best, found.unit
+    if best.memory > FULL:
+        return "None of them fits."
+    fitting = [row for row in found.rows if row.memory <= FULL]
+    fastest = min(fitting, key=lambda row: (row.simulated.step_seconds, row.nodes))
+    text = f"Most tokens per device: {counted(best.nodes, unit.removesuffix('s'))}."
+    if fastest is not best:
+        text += f" Shortest steps: {fastest.nodes:,}."
+    if len(fitting) < len(found.rows):
+        text += " Those above 100% of the memory do not fit."
+    return text

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpocli.algorithm.kl import has_teacher
@@ -95,7 +96,7 @@ DECODE_COSTS = {kind: DecodeCosts(**costs) for kind, costs in SPEEDS["decoding"]
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
-    """The update of a step, with prompts and completions of these lengths."""
+    """The update of a step, with prompts and completions of these mean lengths."""
 
     inputs: PlanInputs
     prompt: float
@@ -114,16 +115,21 @@ class TrainingStep:
     """Whether FlashAttention 3 computes attention."""
 
     @classmethod
-    def of(cls, inputs: PlanInputs) -> TrainingStep:
-        """The update of a plan, with rows of full length."""
+    def of(cls, inputs: PlanInputs, prompt: float | None = None, completion: float | None = None) -> TrainingStep:
+        """The update of a plan. prompt, completion: mean tokens; None: full length."""
         run, train, rollout = inputs.run, inputs.run.train, inputs.run.rollout
         rows = rollout.prompts_per_step * rollout.group_size
+        prompts = rollout.prompts_per_step if inputs.rows.packed else rows
+        batches: float = inputs.micro_batches * train.minibatches
+        if prompt or completion:
+            tokens = prompts * (prompt or 0.0) + rows * (completion or 0.0)
+            batches = max(train.minibatches, math.ceil(tokens / trainers_of(inputs) / train.micro_batch_tokens))
         return cls(
             inputs,
-            prompt=rollout.max_prompt_tokens,
-            completion=rollout.max_completion_tokens,
-            prompts=rollout.prompts_per_step if inputs.rows.packed else rows,
-            micro_batches=inputs.micro_batches * train.minibatches,
+            prompt=prompt or rollout.max_prompt_tokens,
+            completion=completion or rollout.max_completion_tokens,
+            prompts=prompts,
+            micro_batches=batches,
             scoring=_reference_passes(inputs)
             + (1 if run.algorithm.tokens.needs_entropy else (train.minibatches - 1) / train.minibatches),
             shards=inputs.shards,
@@ -301,6 +307,10 @@ class Decoding:
         """Seconds for the tokens of prompts."""
         return self.costs.compute * 2 * tokens * self.inputs.size.multiplied_by_a_token / self._peak
 
+    def table(self, most: int) -> Sequence[float]:
+        """Seconds by the number of running sequences, from 0."""
+        return [0.0, *(self.seconds(n) for n in range(1, most + 1))]
+
     @property
     def _peak(self) -> float:
         resources = self.inputs.resources
@@ -322,8 +332,8 @@ def samples_itself(inputs: PlanInputs) -> bool:
     return isinstance(inputs.engine, Transformers | Fake)
 
 
-def running_sequences(inputs: PlanInputs) -> int:
-    """The most completions of full length that a server generates at a time."""
+def running_sequences(inputs: PlanInputs, length: float | None = None) -> int:
+    """The most completions that a server generates at a time. length: mean tokens with prompts; None: full length."""
     if samples_itself(inputs) and hasattr(inputs.engine, "max_rows"):
         return sampled_rows(inputs)
     resources, option = inputs.resources, getattr(inputs.engine, "option", None)
@@ -331,6 +341,7 @@ def running_sequences(inputs: PlanInputs) -> int:
     if not limit:  # vLLM 0.32's defaults for a server (its `engine/arg_utils.py`)
         limit = (1024 if resources.memory >= LARGE else 256) if resources.gpu else 128
     room = server_sequences(inputs) if resources.servers else limit
+    room *= inputs.run.rollout.longest_row / length if length else 1
     return int(min(limit, max(1, room)))
 
 

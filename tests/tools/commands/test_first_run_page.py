@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -14,7 +15,12 @@ import pytest
 from cli.running import finish, run_here, start
 from omegaconf import OmegaConf
 
+from grpocli.cli import HELP
+from grpocli.composition.compose import build_run
 from grpocli_tools.command_line import composed
+from grpocli_tools.plan.model_size import PUBLIC
+from grpocli_tools.plan.plan import make_plan
+from grpocli_tools.plan.resources import DeviceOptions
 
 MISSING = object()
 PAGE = Path(__file__).parents[3] / "docs" / "first_run.md"
@@ -118,3 +124,51 @@ def test_a_command_of_the_pages_runs(words: tuple[str, ...]) -> None:
     else:
         advises = words[0] in ("doctor", "plan")  # 1: this machine is not ready, or too small
         assert run_here(*chosen) in ((0, 1) if advises else (0,))
+
+
+COMMANDS_OF_HELP = [
+    *(shlex.split(found)[1:] for found in re.findall(r"^  (grpocli .*?)(?:  +.*)?$", HELP, re.MULTILINE)),
+    *(shlex.split(found)[1:] for found in INLINE.findall((README.parent / "conf" / "train.yaml").read_text())),
+]
+NO_PLAN = {"resume=": "a run has its own config", "--cfg": "prints the config", "--help": "prints the choices"}
+"""Commands of `train` that train nothing new, by a word in them."""
+SEVERAL_MACHINES = {"recipe=qwen2.5-72b-slurm": "five machines"}
+"""Runs for more than one GPU: what the text says next to them."""
+OWN_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+"""The size of ./my-model, which is the reader's."""
+
+
+def runs_of(words: list[str]) -> Iterable[tuple[str, ...]]:
+    """The overrides of each run of a command."""
+    overrides = [word for word in words[1:] if "=" in word and not word.startswith("hydra.")]
+    keys = [word.partition("=") for word in overrides]
+    swept = [[f"{key}={one}" for one in (value.split(",") if "-m" in words else [value])] for key, _, value in keys]
+    return itertools.product(*swept)
+
+
+RUNS = dict.fromkeys(
+    run
+    for words in [*COMMANDS_OF_PAGES, *COMMANDS_OF_HELP]
+    if words[0] in ("train", "plan", "doctor") and not any(mark in word for word in words for mark in NO_PLAN)
+    for run in runs_of(words)
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", RUNS, ids=" ".join)
+def test_a_documented_run_fits_one_gpu_of_80_gib(
+    overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "problems.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "my-model" / "config.json").write_text(json.dumps(json.loads(PUBLIC.read_text())[OWN_MODEL]))
+    several = [said for mark, said in SEVERAL_MACHINES.items() if mark in overrides]
+    here = [] if several else ["hardware.device=cuda"]
+    plan = make_plan(build_run(composed([*overrides, *here], None)), DeviceOptions(gpu="H100", devices=1))
+    assert all(said in HELP for said in several)
+    assert plan.devices[0].memory == 80 * 2**30
+    assert plan.fits
+    assert not plan.is_tight, "within a tenth of the memory"
