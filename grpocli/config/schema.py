@@ -217,7 +217,9 @@ class StopAt:
     def reached_by(self, results: Mapping[str, Any] | None) -> float | None:
         """The metric of an evaluation that ends the run; None if it does not end it."""
         value = (results or {}).get(self.name)
-        return None if value is None or self.threshold is None or value < self.threshold else float(value)
+        if value is None or self.threshold is None or not value >= self.threshold:  # NaN ends no run
+            return None
+        return float(value)
 
     def reason(self, results: Mapping[str, Any] | None) -> str:
         """Why an evaluation ends the run, such as `eval/accuracy is 0.940, at least ...`; empty if it does not."""
