@@ -31,6 +31,7 @@ from grpocli.processes.reaper import die_with_parent
 from grpocli.processes.signals import handle_stops, restore
 from grpocli.processes.threads import GRACE, run_in_thread
 from grpocli.rewards.reward import Failure, Forfeit, Overrun
+from grpocli.text import clean
 from grpocli.version import PACKAGE
 
 START_TIMEOUT = 120.0
@@ -139,7 +140,7 @@ def _print(stderr: IO[bytes]) -> None:
     """Print what a worker prints, where this process prints: above a live view, or to the log."""
     with stderr:
         for line in stderr:
-            print(line.decode(errors="replace"), end="", file=sys.stderr, flush=True)
+            print(clean(line.decode(errors="replace")), end="", file=sys.stderr, flush=True)
 
 
 class WorkerPool:

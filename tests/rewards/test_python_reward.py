@@ -85,7 +85,7 @@ def texts(completions, **kwargs):
 
 def prints(completions, **kwargs):
     atexit.register(print, "at the end")
-    print("to stdout")
+    print("to \x1b[2Jstdout")
     print("to stderr", file=sys.stderr)
     return [os.environ["MY_KEY"] == "mine", 1.0]
 
