@@ -105,7 +105,7 @@ def hub_path(text: str, key: str) -> HubPath | None:
         return None
     found = HUB_PATH.fullmatch(text)
     if not found or ".." in text:
-        raise ConfigError("expected hub:OWNER/NAME, hub:OWNER/NAME@REVISION", key=key, value=text)
+        raise ConfigError("expected hub:OWNER/NAME[@REVISION]", key=key, value=text)
     return HubPath(found["repo"], found["revision"])
 
 

@@ -1,4 +1,6 @@
-"""Whether a run is right. Every command walks STAGES as far as it goes; each raises ConfigError.
+"""Whether a run is right, in the order of a run: as composed, its files, the devices, the model's files.
+
+Every command goes as far as it needs; each check raises ConfigError.
 
 A field alone is checked when its part is built, by `require` in `__post_init__`. The engine's `launch` and `connect`
 check the servers.
@@ -97,10 +99,6 @@ def check_model(run: Run, model_path: str, view: View) -> None:
         view.stage("comparing the teacher's tokenizer with the policy's")
         tokenizer = load_tokenizer(run.model, model_path)
         check_tokenizers(teachers_of(kl, run.model), tokenizer, lambda fraction, text: view.stage(text, fraction))
-
-
-STAGES = (check_composed, check_files, check_devices, check_model)
-"""In the order of a run: as composed, before a folder is made, with the devices, with the model's files."""
 
 
 def check_splits(run: Run, config: Any) -> None:

@@ -125,10 +125,10 @@ def _changed(key: str, old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
         for name in names:
             found |= _changed(f"{key}.{name}", old.get(name), new.get(name))
         return found
-    return {} if old == new else {key: (_named(key, old), _named(key, new))}
+    return {} if old == new else {key: (_named(old), _named(new))}
 
 
-def _named(key: str, value: Any) -> Any:
+def _named(value: Any) -> Any:
     """A part by its choice, for example `vllm` for `engine`; other values unchanged."""
     if not isinstance(value, Mapping) or TARGET not in value:
         return value

@@ -143,7 +143,7 @@ class BaseReward:
     solution_column: ClassVar[str] = ""
     """Column of the examples' answers for `grpocli reward-check`; empty: `answer_column`."""
     answer_forms: ClassVar[tuple[str, ...]] = ()
-    """Names in `reward_validation.FORMS` of the other answer formats that the reward reads."""
+    """Names of the other formats of answers that the reward reads, which `grpocli reward-check` tests."""
 
     weight: float = 1.0
     """Factor of this reward in the sum of a run's rewards."""

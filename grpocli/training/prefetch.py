@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 LEFTOVER_FILE, PREFETCHED_FILE = "carried.pt", "ahead.pt"
 
 Draw: TypeAlias = Callable[[int], Prompt]
-"""The prompt of an earlier draw, by its number and its row; None if the task has no such row."""
+"""The prompt of a draw, by its number."""
 
 POLL_SECONDS = 0.2
 """With several processes, the longest time between two rounds."""

@@ -19,8 +19,6 @@ from grpocli.training.packing import MicroBatch
 from grpocli.training.policy import Policy, Reference
 from grpocli.types import Request, Row
 
-SEVERAL = {"epochs": 2, "minibatches": 2}
-
 
 @pytest.fixture(scope="module")
 def rows(little_model) -> list[Row]:

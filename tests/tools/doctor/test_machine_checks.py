@@ -28,7 +28,6 @@ UNFIT = [
 ]
 CRASHED = said(*TORCH[:3], {"importing": "torchvision"}, code=-11)
 NO_KERNELS = said({"device": "cpu", "seconds": 6.0}, {"kernels": False})
-NMS = said(code=1, err="RuntimeError: operator torchvision::nms does not exist\n")
 NAMESPACES = said(code=1, err="grpocli.sandbox.sandbox.SandboxError: namespaces: not permitted\n")
 NVIDIA_FAILS = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n"
 
