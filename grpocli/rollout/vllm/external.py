@@ -181,7 +181,8 @@ def how_to_use(endpoint: Endpoint, record: Path, job: EngineJob) -> str:
     choices = [f"model.head_dtype={head}"] * (job.dtype != "float32" and job.head_dtype != ModelPart().head_dtype)
     choices += [f"model.lora.rank={rank}"] * bool(rank) + [f"sync={job.transport}"] * (not shm)
     lines = [
-        f"\nvLLM serves {job.model_path} in {job.dtype} at {endpoint.url}",
+        f"\nvLLM serves at {endpoint.url}",
+        f"  model    {job.model_path}, in {job.dtype}",
         f"  weights  sync={job.transport}" + (f", through {endpoint.shm_dir}" if shm else ""),
         f"  key      {record} (mode 0600; a run on this machine finds it)",
         f"  log      {endpoint.log}",
