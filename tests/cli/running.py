@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,8 @@ from safetensors.torch import load_file
 from grpocli.cli import main
 
 SMALL = [
-    "model.warm_start_steps=20",
-    "rollout.prompts_per_step=4",
-    "rollout.group_size=4",
-    "train.steps=3",
-    "eval.problems=4",
-    "eval.samples=2",
+    *("model.warm_start_steps=20", "rollout.prompts_per_step=4", "rollout.group_size=4", "train.steps=3"),
+    *("eval.problems=4", "eval.samples=2"),
 ]
 EVEN = ["reward=[format]", "reward.format.pattern='.*[02468]'"]
 """Rewards about half of all answers, so that every step has something to learn."""
@@ -58,11 +55,15 @@ def finish(process: subprocess.Popen[str], timeout: float = 300) -> tuple[int, s
     return process.returncode, out
 
 
-def wait_for(path: Path, seconds: float = 180) -> None:
+def until(true: Callable[[], bool], seconds: float = 20) -> None:
     deadline = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not appear within {seconds} s"
+    while not true():
+        assert time.monotonic() < deadline, f"not so within {seconds} s"
         time.sleep(0.02)
+
+
+def wait_for(path: Path, seconds: float = 180) -> None:
+    until(path.exists, seconds)
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -82,6 +83,12 @@ def killed_after(step: int, run: Path, copy: Path) -> Path:
         if int(path.stem.removeprefix("step_")) > step:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     return copy
+
+
+def assert_close_metrics(run: list[dict[str, Any]], other: list[dict[str, Any]], rel: float = 1e-5) -> None:
+    for one, two in zip(run, other, strict=True):
+        for name in ("reward", "loss", "grad_norm", "kl", "entropy", "tokens/trained", "completions/mean_length"):
+            assert one[name] == pytest.approx(two[name], rel=rel, abs=rel / 100), name
 
 
 def assert_same_run(run: Path, other: Path) -> None:

@@ -25,11 +25,7 @@ TWO = [
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("Env", "KeyError: 'board' ("),
-        ("Evn", 'has no function or class Evn; did you mean "Env"'),
-    ],
+    ("name", "said"), [("Env", "KeyError: 'board' ("), ("Evn", 'has no function or class Evn; did you mean "Env"')]
 )
 def test_an_environment_that_cannot_start_gives_a_one_sentence_error(
     grpocli, name: str, said: str, tmp_path: Path

@@ -12,12 +12,7 @@ from grpocli.config.parts import nearest
 from grpocli.models.tiny import SPECIAL, make_model, make_tokenizer
 
 ALGORITHMS = ("cispo", "dapo", "dgpo", "dppo", "drgrpo", "gmpo", "grpo", "gspo", "rloo", "sapo")
-TYPED = {
-    "gpro": "grpo",
-    "grop": "grpo",
-    "rlo": "rloo",
-    "drgpo": "drgrpo",
-}
+TYPED = {"gpro": "grpo", "grop": "grpo", "rlo": "rloo", "drgpo": "drgrpo"}
 THOUGHT = ["model=thinks", "task=jsonl", "task.path=rows.jsonl", "task.format=chat"]
 FAKE = ["train", *SMALL[1:], "engine=fake", "train.steps=1", "eval.problems=0"]
 
@@ -29,11 +24,7 @@ def test_the_nearest_name_is_what_people_mean(word: str) -> None:
 
 @pytest.mark.parametrize(
     ("words", "advice"),
-    [
-        (["evaluate"], '"eval"'),
-        (["eval", "runs/x"], "--run runs/x"),
-        (["train", "runs/x"], "resume=runs/x"),
-    ],
+    [(["evaluate"], '"eval"'), (["eval", "runs/x"], "--run runs/x"), (["train", "runs/x"], "resume=runs/x")],
 )
 def test_a_command_that_does_not_exist_names_the_one_that_does(
     words: list[str], advice: str, capsys: pytest.CaptureFixture[str]
@@ -75,9 +66,5 @@ def test_a_run_says_once_what_is_often_not_meant(
     chosen = [one.replace("model=", "model=./") for one in overrides]
     assert run_here(*FAKE, *small, *chosen) == 0
     out = capsys.readouterr()
-    known = {
-        "needs task.format=chat",
-        "the model is made for 512",
-        "the chat template opens <think>",
-    }
+    known = {"needs task.format=chat", "the model is made for 512", "the chat template opens <think>"}
     assert {hint for hint in known if hint in out.out + out.err} == hints

@@ -8,15 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli.running import (
-    EVEN,
-    SMALL,
-    assert_same_run,
-    killed_after,
-    metrics,
-    run_here,
-    without_times,
-)
+from cli.running import EVEN, SMALL, assert_same_run, killed_after, metrics, run_here, without_times
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 

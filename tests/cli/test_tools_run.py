@@ -12,13 +12,7 @@ from grpocli.runs.rollouts import read_rollouts
 pytestmark = pytest.mark.processes
 
 CALLING = Path(__file__).with_name("calling.py")
-TOOLS = [
-    "train",
-    *SMALL,
-    "task.tools=[calculator]",
-    "rollout.max_prompt_tokens=48",
-    "rollout.max_completion_tokens=96",
-]
+TOOLS = ["train", *SMALL, "task.tools=[calculator]", "rollout.max_prompt_tokens=48", "rollout.max_completion_tokens=96"]
 RUN = [
     *TOOLS,
     "engine=fake",

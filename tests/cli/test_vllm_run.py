@@ -21,7 +21,7 @@ RUN = ["train", *SMALL, "train.steps=1000", "engine=vllm"]
 def assert_synced(run: Path) -> None:
     rows = metrics(run)
     assert len(rows) >= 3
-    assert [row["weight_version"] for row in rows] == list(range(1, len(rows) + 1))
+    assert [row["step"] for row in rows] == [row["weight_version"] for row in rows] == list(range(1, len(rows) + 1))
     assert all(row["token_mult_prob_error"] < 1.02 for row in rows)
     assert all(row["sync/bytes"] > 0 for row in rows[1:])
 

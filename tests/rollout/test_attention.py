@@ -52,21 +52,6 @@ def test_under_autocast_keys_queries_and_values_are_float32(grouped, monkeypatch
     policy = Policy(grouped, grouped, torch.bfloat16)
     engine = TransformersEngine(policy, [1], 256, None)
     engine.generate(REQUESTS, SAMPLING)
+    assert grouped.config._attn_implementation == "sdpa", "after sampling, too"
     assert set(seen) == {(torch.float32,) * 3}
     assert len(seen) == 2 * (SAMPLING.max_tokens - 1), "every layer, every token but the first"
-
-
-def test_float32_attention_ends_with_the_block(grouped) -> None:
-    def broken() -> None:
-        with sampler.float32_attention(grouped):
-            raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        broken()
-    assert grouped.config._attn_implementation == "sdpa"
-    with torch.autocast("cpu", torch.bfloat16):
-        assert sampler.cache_dtype(grouped) == torch.bfloat16
-    assert sampler.cache_dtype(grouped) is None
-    grouped.set_attn_implementation("eager")
-    with sampler.float32_attention(grouped):
-        assert grouped.config._attn_implementation == "eager"

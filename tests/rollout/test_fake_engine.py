@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -91,13 +90,9 @@ def counts(n, **others):
 """
 
 
-@pytest.fixture
-def written(tmp_path: Path, policy: Policy) -> Callable[[str], list[list[str]]]:
+def test_a_user_function_writes_completions(tmp_path: Path, policy: Policy) -> None:
     (tmp_path / "texts.py").write_text(WRITER)
-    return lambda name: said(Fake(function=f"{tmp_path}/texts.py:{name}"), policy)
-
-
-def test_a_user_function_writes_completions(written) -> None:
-    assert written("write") == [["0+0=0 0"] * 4, ["1+1=2 1"] * 4, ["2+2=4 2"] * 4]
+    found = said(Fake(function=f"{tmp_path}/texts.py:write"), policy)
+    assert found == [["0+0=0 0"] * 4, ["1+1=2 1"] * 4, ["2+2=4 2"] * 4]
     with pytest.raises(RunError, match=r"texts\.py:counts"):
-        written("counts")
+        said(Fake(function=f"{tmp_path}/texts.py:counts"), policy)

@@ -143,11 +143,7 @@ TRUNCATED = Sampling(24, temperature=0.7, top_p=0.9, top_k=20, min_p=0.02)
 
 @pytest.mark.parametrize(
     "sampling",
-    [
-        Sampling(24),
-        Sampling(24, repetition_penalty=0.8),
-        replace(TRUNCATED, repetition_penalty=1.3),
-    ],
+    [Sampling(24), Sampling(24, repetition_penalty=0.8), replace(TRUNCATED, repetition_penalty=1.3)],
     ids=["plain", "reward", "penalty and truncation"],
 )
 def test_log_probs_equal_those_of_transformers(running: Running, sampling: Sampling) -> None:

@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 from cli.family import wait_gone
+from cli.running import until
 
 from grpocli.processes.reaper import TRACKER, descendants
 from grpocli.rollout.vllm import server_files as folders
@@ -55,7 +55,7 @@ def test_no_process_outlives_a_server_that_is_killed(method: str, tmp_path: Path
         env = {**os.environ, "PYTHONPATH": str(tmp_path), "PIDS": str(pids), PRIVATE_FOLDER_VARIABLE: str(own.path)}
         server = subprocess.Popen([sys.executable, "-P", "-m", "grpocli.rollout.vllm.api_server", method], env=env)
         try:
-            until_lines(pids, 2, server)
+            until(lambda: pids.read_text().count("\n") == 2 or server.poll() is not None, 60)
             family = [int(pid) for pid in pids.read_text().split()]
             trackers = [pid for pid in descendants() if TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()]
             for pid in trackers:  # `pkill -f` kills them too if the environment's folder matches
@@ -70,14 +70,6 @@ def test_no_process_outlives_a_server_that_is_killed(method: str, tmp_path: Path
         name = shared_memory_name(own.path)
         assert len(list(folders.SHM.glob(f"{name}_*"))) == 2
     assert [path for path in folders.SHM.iterdir() if name in path.name] == []
-
-
-def until_lines(file: Path, count: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
-    while file.read_text().count("\n") < count:
-        assert process.poll() is None, "the server exited"
-        assert time.monotonic() < deadline, "the server did not start"
-        time.sleep(0.02)
 
 
 OWNS = """

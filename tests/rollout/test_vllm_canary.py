@@ -13,14 +13,7 @@ from rollout.vllm_tiny import Alone, TinyPolicy, build_model
 from grpocli.errors import EngineError
 from grpocli.models.lora import Lora, attach
 from grpocli.rollout.engine import EngineContext, EngineJob
-from grpocli.rollout.vllm.lora import (
-    ATTEMPTS,
-    LEAST,
-    AdapterSync,
-    adapter_kinds,
-    canary_adapter,
-    gaps,
-)
+from grpocli.rollout.vllm.lora import ATTEMPTS, LEAST, AdapterSync, adapter_kinds, canary_adapter, gaps
 from grpocli.rollout.vllm.weight_sync import mean, probe_prompt
 
 

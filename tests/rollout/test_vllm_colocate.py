@@ -27,16 +27,12 @@ class Recorded:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.alive = 0
-        self.version = ""
 
     def wake_up(self, tags: Sequence[str] = ("all",)) -> None:
         self.calls.append(f"wake {' '.join(tags)}")
 
     def sleep(self, level: int) -> None:
         self.calls.append(f"sleep {level}")
-
-    def start_weight_update(self) -> None:
-        self.calls.append("start")
 
     def update_weights(self, request: dict[str, Any]) -> None:
         seen: list[Any] = []
@@ -46,13 +42,10 @@ class Recorded:
             del tensor
         self.calls.append("update")
 
-    def finish_weight_update(self, weight_version: str) -> None:
-        self.version = weight_version
-        self.calls.append("finish")
-
-    def reset_prefix_cache(self) -> bool:
-        self.calls.append("reset")
-        return True
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("start_weight_update", "finish_weight_update", "reset_prefix_cache"):
+            raise AttributeError(name)
+        return lambda **_: self.calls.append(name.partition("_")[0]) or True
 
 
 class Sampling1(InProcessLLM):

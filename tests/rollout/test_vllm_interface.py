@@ -24,67 +24,61 @@ from grpocli.types import Request, Sampling
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-OURS = ROOT / "grpocli" / "rollout" / "vllm"
+OURS = "grpocli/rollout/vllm"
 VERSIONS = ("0.32.0", "0.33.0")
 """One of each minor version in pyproject.toml's range."""
 
 TRANSFER = "vllm.distributed.weight_transfer"
 ENGINE = f"{TRANSFER}.base.WeightTransferEngine"
-GATHER = "_all_gather_and_merge_handles"
-PACKING = tuple(transports.packing(1))
-CALLS: dict[str, tuple[str, ...]] = {
-    f"{ENGINE}": ("config", "vllm_config", "device", "model"),
-    f"{ENGINE}.parse_update_info": ("update_dict",),
-    f"{TRANSFER}.base.ParamMeta": ("name", "dtype", "shape"),
-    f"{TRANSFER}.factory.WeightTransferEngineFactory.register_engine": ("name", "module_path_or_cls", "class_name"),
-    f"{TRANSFER}.factory.WeightTransferTrainerFactory.trainer_init": ("init_info", "client", "source"),
-    f"{TRANSFER}.ipc_engine.IPCTrainerInitInfo": ("rank", *PACKING[:2]),
-    f"{TRANSFER}.ipc_engine.IPCWeightTransferUpdateInfo": ("ipc_handles", "ipc_handles_pickled"),
-    f"{TRANSFER}.nccl_common.NCCLWeightTransferInitInfo": (
-        *("rank_offset", "world_size", "nccl_unique_id_b64"),
-        *PACKING,
-    ),
-    f"{TRANSFER}.nccl_common.uid_init_process_group": ("nccl_unique_id_bytes", "rank", "world_size", "device"),
-    f"{TRANSFER}.nccl_engine.NCCLTrainerWeightTransferEngine": ("client", "source", *PACKING),
-    "vllm.model_executor.model_loader.reload.initialize_layerwise_reload": ("model",),
-    "vllm.model_executor.model_loader.reload.layerwise.finalize_layerwise_processing": ("model", "model_config"),
-    "vllm.model_executor.model_loader.reload.layerwise.get_layerwise_info": ("layer",),
-    "vllm.model_executor.model_loader.mtp_validation.disable_mtp_completeness_check": (),
-    "vllm.LLM.generate": ("prompts", "sampling_params", "use_tqdm"),
-    "vllm.LLM.init_weight_transfer_engine": ("request",),
-    "vllm.LLM.start_weight_update": (),
-    "vllm.LLM.update_weights": ("request",),
-    "vllm.LLM.finish_weight_update": ("weight_version",),
-    "vllm.LLM.get_weight_version": (),
-    "vllm.LLM.reset_prefix_cache": (),
-    "vllm.LLM.sleep": ("level",),
-    "vllm.LLM.wake_up": ("tags",),
-    "vllm.sampling_params.StructuredOutputsParams": ("regex", "json"),
+NCCL = f"{TRANSFER}.nccl_engine.NCCLTrainerWeightTransferEngine"
+FACTORY = f"{TRANSFER}.factory.WeightTransfer"
+RELOAD = "vllm.model_executor.model_loader.reload"
+PACKING = " ".join(transports.packing(1))
+CALLS = {
+    ENGINE: "config vllm_config device model",
+    f"{ENGINE}.parse_update_info": "update_dict",
+    f"{TRANSFER}.base.ParamMeta": "name dtype shape",
+    f"{FACTORY}EngineFactory.register_engine": "name module_path_or_cls class_name",
+    f"{FACTORY}TrainerFactory.trainer_init": "init_info client source",
+    f"{TRANSFER}.ipc_engine.IPCTrainerInitInfo": " ".join(["rank", *PACKING.split()[:2]]),
+    f"{TRANSFER}.ipc_engine.IPCWeightTransferUpdateInfo": "ipc_handles ipc_handles_pickled",
+    f"{TRANSFER}.nccl_common.NCCLWeightTransferInitInfo": f"rank_offset world_size nccl_unique_id_b64 {PACKING}",
+    f"{TRANSFER}.nccl_common.uid_init_process_group": "nccl_unique_id_bytes rank world_size device",
+    NCCL: f"client source {PACKING}",
+    f"{RELOAD}.initialize_layerwise_reload": "model",
+    f"{RELOAD}.layerwise.finalize_layerwise_processing": "model model_config",
+    f"{RELOAD}.layerwise.get_layerwise_info": "layer",
+    "vllm.model_executor.model_loader.mtp_validation.disable_mtp_completeness_check": "",
+    "vllm.LLM.generate": "prompts sampling_params use_tqdm",
+    "vllm.LLM.init_weight_transfer_engine": "request",
+    "vllm.LLM.start_weight_update": "",
+    "vllm.LLM.update_weights": "request",
+    "vllm.LLM.finish_weight_update": "weight_version",
+    "vllm.LLM.get_weight_version": "",
+    "vllm.LLM.reset_prefix_cache": "",
+    "vllm.LLM.sleep": "level",
+    "vllm.LLM.wake_up": "tags",
+    "vllm.sampling_params.StructuredOutputsParams": "regex json",
 }
 """Functions, methods and classes, and the names of the arguments that grpocli gives them."""
 
-NAMES = (
-    *(f"{ENGINE}.{name}" for name in ("model", "model_config", "device")),
-    *(f"{TRANSFER}.nccl_engine.NCCLTrainerWeightTransferEngine.{name}" for name in ("send_weights", "shutdown")),
-    f"{TRANSFER}.nccl_engine.NCCLTrainerWeightTransferEngine.model_update_group",
-    *(f"{TRANSFER}.ipc_engine.IPCTrainerWeightTransferEngine.{name}" for name in ("send_weights", GATHER)),
-    f"{TRANSFER}.factory.WeightTransferEngineFactory._registry",
-    "vllm.distributed.device_communicators.pynccl_wrapper.NCCLLibrary.ncclGetUniqueId",
-    "vllm.distributed.device_communicators.shm_broadcast.sched_yield",
-    "vllm.distributed.parallel_state._WORLD",
-    "vllm.distributed.parallel_state.GroupCoordinator.destroy",
-    "vllm.distributed.parallel_state.destroy_distributed_environment",
-    "vllm.model_executor.layers.fused_moe.modular_kernel.FusedMoEExperts.process_weights_after_loading",
-    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.moe_kernel",
-    "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod.process_weights_after_loading",
-    "vllm.model_executor.layers.vocab_parallel_embedding.VocabParallelEmbedding.quant_method",
-    "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo.loaded_weights",
-    *(f"vllm.platforms.interface.Platform.{name}" for name in ("is_cpu", "import_kernels", "device_type")),
-    "vllm.entrypoints.openai.api_server",
-    "vllm.LLM.llm_engine",
-    "vllm.v1.engine.llm_engine.LLMEngine.engine_core",
-    "vllm.v1.engine.core_client.EngineCoreClient.shutdown",
-)
+NAMES = {
+    ENGINE: "model model_config device",
+    NCCL: "send_weights shutdown model_update_group",
+    f"{TRANSFER}.ipc_engine.IPCTrainerWeightTransferEngine": "send_weights _all_gather_and_merge_handles",
+    f"{FACTORY}EngineFactory": "_registry",
+    "vllm.distributed.device_communicators": "pynccl_wrapper.NCCLLibrary.ncclGetUniqueId shm_broadcast.sched_yield",
+    "vllm.distributed.parallel_state": "_WORLD GroupCoordinator.destroy destroy_distributed_environment",
+    "vllm.model_executor.layers.fused_moe": "modular_kernel.FusedMoEExperts.process_weights_after_loading "
+    "unquantized_fused_moe_method.UnquantizedFusedMoEMethod.moe_kernel",
+    "vllm.model_executor.layers.vocab_parallel_embedding": "VocabParallelEmbedding.quant_method "
+    "UnquantizedEmbeddingMethod.process_weights_after_loading",
+    f"{RELOAD}.types.LayerReloadingInfo": "loaded_weights",
+    "vllm.platforms.interface.Platform": "is_cpu import_kernels device_type",
+    "vllm.entrypoints.openai": "api_server",
+    "vllm.LLM": "llm_engine",
+    "vllm.v1.engine": "llm_engine.LLMEngine.engine_core core_client.EngineCoreClient.shutdown",
+}
 """Further attributes and modules that grpocli reads, calls or replaces."""
 
 ONLY = {
@@ -93,35 +87,37 @@ ONLY = {
 }
 """What only one minor version has and grpocli, or its tests, use in that one."""
 
-RL = "vllm/entrypoints/rl/online/api_router.py"
 TEXTS = {
-    "": [
-        *((RL, word) for word in ("init_info", "update_info", "weight_version", "new_version")),
-        *(
-            (RL, word)
-            for word in ("world_size", "mode: Annotated[PauseMode", "clear_cache: Annotated[bool", "/weight_info")
-        ),
-        ("vllm/entrypoints/serve/dev/cache/api_router.py", "reset_running_requests"),
-        ("vllm/entrypoints/serve/lora/protocol.py", "lora_name"),
-        ("vllm/entrypoints/serve/lora/protocol.py", "lora_path"),
-        ("vllm/entrypoints/scale_out/token_in_token_out/protocol.py", "weight_versions"),
-        ("vllm/entrypoints/scale_out/token_in_token_out/protocol.py", "prompt_logprobs"),
-        ("vllm/v1/metrics/loggers.py", '"vllm:generation_tokens"'),
-        ("vllm/v1/metrics/loggers.py", '"vllm:prompt_tokens"'),
-    ],
-    "0.33": [("vllm/v1/engine/core.py", client.PAUSED)],
+    "entrypoints/rl/online/api_router": (
+        *("init_info", "update_info", "weight_version", "new_version", "world_size", "/weight_info"),
+        *("mode: Annotated[PauseMode", "clear_cache: Annotated[bool"),
+    ),
+    "entrypoints/serve/dev/cache/api_router": ("reset_running_requests",),
+    "entrypoints/serve/lora/protocol": ("lora_name", "lora_path"),
+    "entrypoints/scale_out/token_in_token_out/protocol": ("weight_versions", "prompt_logprobs"),
+    "v1/metrics/loggers": ('"vllm:generation_tokens"', '"vllm:prompt_tokens"'),
 }
-"""Words of requests, answers and metrics, by file; "": in every version."""
+"""Words of requests, answers and metrics, by file."""
 
 
 @cache
-def nodes(folder: str) -> list[ast.AST]:
+def nodes(folder: str, files: str = "*.py") -> list[ast.AST]:
     """What the Python files of a folder consist of."""
-    return [node for path in sorted((ROOT / folder).rglob("*.py")) for node in ast.walk(ast.parse(path.read_text()))]
+    return [node for path in sorted((ROOT / folder).rglob(files)) for node in ast.walk(ast.parse(path.read_text()))]
 
 
-def texts(tree: ast.AST) -> list[str]:
-    return [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+def texts(tree: list[ast.AST], pattern: str) -> set[str]:
+    """The strings that match."""
+    strings = {str(node.value) for node in tree if isinstance(node, ast.Constant)}
+    return {text for text in strings if re.fullmatch(pattern, text)}
+
+
+def methods(owner: Any, decorated: str = "") -> dict[str, list[str]]:
+    """The arguments of a class's methods."""
+    found = [node for node in owner.body if isinstance(node, ast.FunctionDef)]
+    return {
+        node.name: arguments(node) for node in found if decorated in " ".join(map(ast.unparse, node.decorator_list))
+    }
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
@@ -133,147 +129,88 @@ def vllm(request: pytest.FixtureRequest) -> VllmFiles:
         pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
 
 
-def minor(vllm: VllmFiles) -> str:
-    return vllm.version.rpartition(".")[0]
-
-
 def test_every_minor_version_in_the_range_is_compared() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (wanted,) = (Requirement(line) for line in extras["vllm"])
-    supported = [f"0.{number}.0" for number in range(100) if wanted.specifier.contains(f"0.{number}.0")]
-    assert tuple(supported) == VERSIONS
-
-
-def test_every_import_exists(vllm: VllmFiles) -> None:
-    imported = {
-        f"{node.module}.{one.name}"
-        for node in (*nodes("grpocli"), *nodes("bench"))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm"
-        for one in node.names
-    }
-    imported |= {
-        ast.unparse(node)  # after `import vllm`
-        for node in nodes("grpocli")
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "vllm"
-    }
-    assert len(imported) > 20
-    assert [name for name in sorted(imported) if not vllm.find(name)] == []
+    assert tuple(v for v in (f"0.{n}.0" for n in range(100)) if wanted.specifier.contains(v)) == VERSIONS
 
 
 def test_every_name_exists(vllm: VllmFiles) -> None:
-    assert [name for name in (*NAMES, *ONLY[minor(vllm)]) if not vllm.find(name)] == []
+    tree = nodes("grpocli")
+    imported = {
+        f"{node.module}.{one.name}"
+        for node in (*tree, *nodes("bench"))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm"
+        for one in node.names
+    }
+    read = {ast.unparse(node) for node in tree if isinstance(node, ast.Attribute)}  # after `import vllm`
+    imported |= {name for name in read if re.fullmatch(r"vllm\.\w+", name)}
+    assert len(imported) > 20
+    named = {f"{owner}.{name}" for owner, names in NAMES.items() for name in names.split()}
+    assert [name for name in sorted({*imported, *named, *ONLY[vllm.minor]}) if not vllm.find(name)] == []
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_every_call_has_its_arguments(vllm: VllmFiles, name: str) -> None:
-    known = vllm.arguments(name)
-    assert [argument for argument in CALLS[name] if argument not in known] == []
+def test_every_call_has_its_arguments(vllm: VllmFiles) -> None:
+    assert {name: set(given.split()) - {*vllm.arguments(name)} for name, given in CALLS.items()} == {
+        name: set() for name in CALLS
+    }
 
 
 def test_our_transfers_define_what_vllm_calls(vllm: VllmFiles) -> None:
     """Every abstract method of the base class, with its arguments."""
-    ours = {
-        node.name: node
-        for node in ast.parse((OURS / "weight_transfer.py").read_text()).body
-        if isinstance(node, ast.ClassDef)
-    }
-    found = vllm.find(ENGINE)
-    assert found
-    assert isinstance(found[1], ast.ClassDef)
-    abstract = [
-        node
-        for node in found[1].body
-        if isinstance(node, ast.FunctionDef) and any("abstractmethod" in ast.unparse(d) for d in node.decorator_list)
-    ]
+    ours = {node.name: methods(node) for node in nodes(OURS) if isinstance(node, ast.ClassDef)}
+    abstract = methods((vllm.find(ENGINE) or [None, None])[1], "abstractmethod")
     assert len(abstract) > 4
     for name in ("ShmWeightTransfer", "InProcessWeightTransfer"):
-        methods = {
-            node.name: arguments(node)
-            for owner in ("LoaderWeightTransfer", name)
-            for node in ours[owner].body
-            if isinstance(node, ast.FunctionDef)
-        }
-        assert {node.name: methods.get(node.name) for node in abstract} == {
-            node.name: arguments(node) for node in abstract
-        }
+        assert abstract.items() <= (ours["LoaderWeightTransfer"] | ours[name]).items()
 
 
 @pytest.mark.parametrize("engine", ["nccl", "ipc"])
 def test_our_source_and_client_have_what_vllm_calls(vllm: VllmFiles, engine: str) -> None:
     found = vllm.find(f"{TRANSFER}.{engine}_engine.{engine.upper()}TrainerWeightTransferEngine")
     assert found
-    used = {
-        (ast.unparse(node.value).rpartition(".")[2], node.attr)
-        for node in ast.walk(found[1])
-        if isinstance(node, ast.Attribute)
-    }
+    attributes = [node for node in ast.walk(found[1]) if isinstance(node, ast.Attribute)]
+    used = {(ast.unparse(node.value).rpartition(".")[2], node.attr) for node in attributes}
     parts = {"source": transports.WeightSource, "client": transports.TransferClient}
     assert any(owner == "client" for owner, _ in used)
-    missing = [(owner, name) for owner, name in used if owner in parts and not hasattr(parts[owner], name)]
-    assert missing == []
-
-
-def test_every_route_exists(vllm: VllmFiles) -> None:
-    files = [OURS / name for name in ("client.py", "external.py")]
-    ours = {
-        text.partition("?")[0]
-        for path in files
-        for text in texts(ast.parse(path.read_text()))
-        if re.fullmatch(r"/[a-z][a-z_0-9/]*(\?.*)?", text)
-    }
-    routes = re.compile(r'(?:\.(?:get|post)|Mount)\(\s*"(/[^"]*)"')
-    theirs = {route for name, text in vllm.texts.items() if "/entrypoints/" in name for route in routes.findall(text)}
-    assert len(ours) > 15
-    assert ours - theirs == set()
+    assert [(owner, name) for owner, name in used if owner in parts and not hasattr(parts[owner], name)] == []
 
 
 def options(vllm: VllmFiles) -> set[str]:
     """The options of vLLM's server."""
-    homes = [vllm.find(name) for name in ("vllm.EngineArgs", "vllm.AsyncEngineArgs")]
-    homes += [vllm.find(f"{name.rpartition('.')[0]}.FrontendArgs") for name in ONLY[minor(vllm)][1:]]
-    found = {
-        name for home in homes if home and isinstance(home[1], ast.ClassDef) for name in vllm.fields(home[0], home[1])
-    }
+    homes = ["vllm.EngineArgs", "vllm.AsyncEngineArgs", ONLY[vllm.minor][1].replace("make_arg_parser", "FrontendArgs")]
+    fields = {name for home in homes if (found := vllm.find(home)) for name in vllm.fields(*found)}
     added = re.compile(r'add_argument\(\s*"(?:--)?([a-z_-]+)"')
-    literal = {word for name, text in vllm.texts.items() if "args" in name for word in added.findall(text)}
-    return found | {word.replace("-", "_") for word in literal}
+    files = [text for name, text in vllm.texts.items() if "args" in name]
+    return fields | {word.replace("-", "_") for text in files for word in added.findall(text)}
 
 
-def test_every_option_of_the_server_exists(vllm: VllmFiles) -> None:
+def routes(vllm: VllmFiles) -> set[str]:
+    served = re.compile(r'(?:\.(?:get|post)|Mount)\(\s*"(/[^"]*)"')
+    return {route for name, text in vllm.texts.items() if "/entrypoints/" in name for route in served.findall(text)}
+
+
+def test_every_argument_option_route_and_variable_exists(vllm: VllmFiles) -> None:
     job = EngineJob("/m", "bfloat16", 64, Path(), seed=0, lora_rank=8, head_dtype="float32", revision="main")
-    given = Vllm(
-        vllm_args={"speculative_config": {"method": "ngram"}}, data_parallel=2, quantization="fp8", enforce_eager=True
-    )
+    ngram = {"speculative_config": {"method": "ngram"}}
+    given = Vllm(vllm_args=ngram, data_parallel=2, quantization="fp8", enforce_eager=True)
     words = [word for cpu in (False, True) for word in server.command(server.ServerSpec(job, 1, 64), given, cpu)]
-    ours = {word[2:].partition("=")[0].removeprefix("no-") for word in words if word.startswith("--")}
-    named = {*ours, *RESERVED, *lora.lora_flags(8, "bfloat16", cpu=True)}
-    assert len(ours) > 20
-    assert {name.replace("-", "_") for name in named} - options(vllm) == set()
-
-
-def test_every_argument_of_llm_exists(vllm: VllmFiles) -> None:
-    job = EngineJob("/m", "bfloat16", 64, Path(), seed=0, head_dtype="float32")
-    ours = {name for cpu in (False, True) for name in colocate.arguments(VllmColocate(), job, 2, cpu)}
-    assert ours - {*vllm.arguments("vllm.EngineArgs"), *vllm.arguments("vllm.LLM")} == set()
-
-
-def test_every_sampling_parameter_exists(vllm: VllmFiles) -> None:
-    sampling = Sampling(4, regex="a")
-    ours = {*client.sampling_params(Request([0], 1, seed=0), sampling, []), "prompt_logprobs", "ignore_eos"}
-    assert ours - set(vllm.arguments("vllm.SamplingParams")) == set()
-
-
-def test_every_environment_variable_exists(vllm: VllmFiles) -> None:
-    ours = {
-        node.value
-        for node in nodes("grpocli")
-        if isinstance(node, ast.Constant) and re.fullmatch("VLLM_[A-Z0-9_]+", str(node.value))
-    }
-    known = set(texts(vllm.tree("vllm.envs")))
-    assert len(ours) > 10
-    assert ours - known == set()
+    flags = {word[2:].partition("=")[0].removeprefix("no-") for word in words if word.startswith("--")}
+    flags |= {*RESERVED, *lora.lora_flags(8, "bfloat16", cpu=True)}
+    plain = EngineJob("/m", "bfloat16", 64, Path(), seed=0, head_dtype="float32")
+    llm = {name for cpu in (False, True) for name in colocate.arguments(VllmColocate(), plain, 2, cpu)}
+    sampling = client.sampling_params(Request([0], 1, seed=0), Sampling(4, regex="a"), [])
+    calls = [*nodes(OURS, "client.py"), *nodes(OURS, "external.py")]
+    asked = {text.partition("?")[0] for text in texts(calls, r"/[a-z][a-z_0-9/]*(\?.*)?")}
+    variables = texts(nodes("grpocli"), "VLLM_[A-Z0-9_]+")
+    assert min(len(flags), len(asked), len(variables)) > 10
+    assert {name.replace("-", "_") for name in flags} - options(vllm) == set()
+    assert llm - {*vllm.arguments("vllm.EngineArgs"), *vllm.arguments("vllm.LLM")} == set()
+    assert {*sampling, "prompt_logprobs", "ignore_eos"} - {*vllm.arguments("vllm.SamplingParams")} == set()
+    assert asked - routes(vllm) == set()
+    assert variables - texts([*ast.walk(vllm.tree("vllm.envs"))], ".*") == set()
 
 
 def test_every_message_exists(vllm: VllmFiles) -> None:
-    words: list[Any] = TEXTS[""] + TEXTS.get(minor(vllm), [])
-    assert [(file, word) for file, word in words if word not in vllm.texts[file]] == []
+    words = [*TEXTS.items(), *([("v1/engine/core", (client.PAUSED,))] if vllm.minor == "0.33" else [])]
+    assert [word for file, some in words for word in some if word not in vllm.texts[f"vllm/{file}.py"]] == []

@@ -6,13 +6,13 @@ import json
 import socket
 import sys
 import threading
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cli.running import until
 from rollout.stand_in import StandIn
 
 from grpocli.errors import ConfigError, EngineError
@@ -91,7 +91,6 @@ def test_each_option_is_given_once() -> None:
         ({"base_url": []}, "engine.base_url="),
         ({"base_url": ["http://a:1"], "api_key_file": ["a", "b"]}, "engine.api_key_file="),
         ({"base_url": "http://a:1", "replicas": 2}, "engine.replicas="),
-        ({"vllm_args": {"port": 1}}, "engine.vllm_args.port: grpocli sets this itself"),
         ({"gpu_memory_utilization": 1.5}, "engine.gpu_memory_utilization="),
     ],
 )
@@ -118,17 +117,18 @@ def test_unsafe_environment_variables_are_not_passed_on(monkeypatch: pytest.Monk
     assert env["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "2"
 
 
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def starts(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """A process in place of a server, which counts as healthy."""
     monkeypatch.setattr(vllm_server, "on_cpu", lambda: True)
+    monkeypatch.setattr(vllm_server, "command", lambda *_: [sys.executable, "-c", code])
+    monkeypatch.setattr(vllm_server, "wait_healthy", lambda *_: None)
 
 
 @pytest.mark.processes
 def test_a_users_folder_for_weights_is_created_and_kept(
     monkeypatch: pytest.MonkeyPatch, job: EngineJob, tmp_path: Path
 ) -> None:
-    installed(monkeypatch)
-    monkeypatch.setattr(vllm_server, "command", lambda *_: [sys.executable, "-c", "raise SystemExit('x')"])
-    monkeypatch.setattr(vllm_server, "wait_healthy", lambda *_: None)
+    starts(monkeypatch, "raise SystemExit('x')")
     folder = tmp_path / "shared" / "weights"
     spec = ServerSpec(replace(job, sync_folder=str(folder)), vllm_server.free_port(), None)
     with serving(spec, Vllm(), tmp_path / "log") as (endpoint, _):
@@ -141,7 +141,7 @@ def test_a_users_folder_for_weights_is_created_and_kept(
 def test_a_new_server_gets_a_first_request_that_nobody_waits_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, job: EngineJob
 ) -> None:
-    installed(monkeypatch)
+    starts(monkeypatch, "import time; time.sleep(60)")
     stand_in, asked = StandIn(), threading.Event()
 
     def answer(path: str, body: Any) -> tuple[int, Any]:
@@ -150,8 +150,6 @@ def test_a_new_server_gets_a_first_request_that_nobody_waits_for(
         return 500, {}
 
     stand_in.answer = answer
-    monkeypatch.setattr(vllm_server, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
-    monkeypatch.setattr(vllm_server, "wait_healthy", lambda *_: None)
     monkeypatch.setattr(vllm_server, "address", lambda *_: stand_in.url)
     with serving(ServerSpec(job, vllm_server.free_port(), None), Vllm(), tmp_path / "log"):
         assert asked.wait(30)
@@ -191,10 +189,7 @@ def test_a_healthy_server_must_be_alive_and_accept_the_key(
         guarded([sys.executable, "-c", OTHER, str(port)], name="other", grace=0.2),
         guarded([sys.executable, "-c", code], name="ours", grace=0.2) as process,
     ):
-        deadline = time.monotonic() + 20
-        while not listens(port) or (said and "7" in said and process.poll() is None):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: listens(port) and not (said and "7" in said and process.poll() is None))
         if said is None:
             wait_healthy(process, Endpoint(url, key, ""), tmp_path / "log", timeout=10)
             return

@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from cli.running import until
 
 from grpocli.errors import ConfigError, EngineError, EngineGone
 from grpocli.processes.guard import Guarded, guarded
@@ -62,10 +62,6 @@ def job_in(run_dir: Path) -> EngineJob:
     return EngineJob("/model", "float32", 64, run_dir, seed=0)
 
 
-def never() -> bool:
-    return False
-
-
 class Clock:
     """Replaces `time`: sleeping advances the clock at once."""
 
@@ -87,13 +83,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(supervisor, "time", made)
     return made
-
-
-def until(true: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"not so within {seconds} s"
-        time.sleep(0.02)
 
 
 def told(run_dir: Path) -> Endpoint:
@@ -122,7 +111,7 @@ def test_a_server_that_a_trainer_reports_is_replaced_once(tmp_path: Path) -> Non
     with watched(tmp_path, starts, max_restarts=5):
         before = told(tmp_path)
         for _ in range(2):
-            (found,) = reconnect(Vllm(), job_in(tmp_path), never, {0: (before, "it hangs")})
+            (found,) = reconnect(Vllm(), job_in(tmp_path), lambda: False, {0: (before, "it hangs")})
             assert found.generation == 1
             assert found.url != before.url
         assert len(starts.running) == 2
@@ -138,7 +127,7 @@ def test_all_lost_servers_share_one_deadline(tmp_path: Path, monkeypatch: pytest
         endpoint.save(run_file(tmp_path, index))
     dataclasses.replace(lost[0][0], generation=1).save(run_file(tmp_path, 0))
     with pytest.raises(EngineGone, match="no server came in its place within 1 s"):
-        reconnect(Vllm(start_timeout=1, max_restarts=1), job_in(tmp_path), never, lost)
+        reconnect(Vllm(start_timeout=1, max_restarts=1), job_in(tmp_path), lambda: False, lost)
     assert 1 <= clock.now < 1.9
     assert all(lost_file(tmp_path, index).exists() for index in range(3))
 
@@ -158,10 +147,10 @@ def test_an_external_server_that_comes_back_is_found(
         return after
 
     monkeypatch.setattr(supervisor, "external_server", look)
-    assert reconnect(options, job_in(tmp_path), never, {1: (before, "it is gone")}) == [after]
+    assert reconnect(options, job_in(tmp_path), lambda: False, {1: (before, "it is gone")}) == [after]
     clock.now, comes = 0.0, 60.0
     with pytest.raises(EngineGone, match=r"^it is gone; no server came in its place .*no vLLM server answers"):
-        reconnect(options, job_in(tmp_path), never, {1: (before, "it is gone")})
+        reconnect(options, job_in(tmp_path), lambda: False, {1: (before, "it is gone")})
     assert 1 <= clock.now < 3
 
 

@@ -36,11 +36,7 @@ from grpocli.rollout.vllm.transports import (
     encode_handles,
     file_size,
 )
-from grpocli.rollout.vllm.weight_sync import (
-    PolicyWeights,
-    WeightSync,
-    require_close,
-)
+from grpocli.rollout.vllm.weight_sync import PolicyWeights, WeightSync, require_close
 
 WEIGHTS = {
     "a": torch.randn(3, 5),

@@ -126,6 +126,9 @@ def test_groups_are_kept_by_the_accuracy_reward_of_their_task() -> None:
     dapo = built("algorithm=dapo")
     assert dapo.kept(mixture, accuracy=["math", "judge", "judge", "judge"]).tolist() == [True, False, True, False]
     assert dapo.kept(mixture).tolist() == [True, True, False, False], "the first reward that applies to the group"
+    rewards = {"accuracy": torch.tensor([[1.0, 1.0], [0.0, 1.0]]), "overlong": torch.tensor([[0.0, -0.5], [0.0, 0.0]])}
+    for name, kept in {"accuracy": [False, True], "overlong": [True, False], "score": [True, True]}.items():
+        assert built("algorithm=dapo", f"algorithm.keep.reward={name}").kept(rewards).tolist() == kept
     for wrong in (["jugde"] * 4, ["math"]):
         with pytest.raises((KeyError, ValueError)):
             dapo.kept(mixture, accuracy=wrong)
@@ -279,11 +282,3 @@ def test_the_status_follows_from_advantage_mask_and_kl(
     overrides: list[str], advantage: float, mask: list[int], status: str
 ) -> None:
     assert status_of(Row([1], [2, 3], mask, advantage, 0, [-1.0, -1.0]), built(*overrides)) == status
-
-
-def test_a_group_can_be_kept_by_one_reward_alone() -> None:
-    """DAPO keeps groups by accuracy, the first reward: a difference in length says nothing about the answer."""
-    rewards = {"accuracy": torch.tensor([[1.0, 1.0], [0.0, 1.0]]), "overlong": torch.tensor([[0.0, -0.5], [0.0, 0.0]])}
-    assert built("algorithm=dapo").kept(rewards).tolist() == [False, True]
-    for name, kept in {"accuracy": [False, True], "overlong": [True, False], "score": [True, True]}.items():
-        assert built("algorithm=dapo", f"algorithm.keep.reward={name}").kept(rewards).tolist() == kept

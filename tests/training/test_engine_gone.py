@@ -47,13 +47,7 @@ class Ended:
 
 @pytest.mark.parametrize(
     "gone",
-    [
-        ("evaluate_at_start", 0),
-        ("generate_and_score", 1),
-        ("evaluate_if_due", 2),
-        ("checkpoint", 2),
-        ("finish", 3),
-    ],
+    [("evaluate_at_start", 0), ("generate_and_score", 1), ("evaluate_if_due", 2), ("checkpoint", 2), ("finish", 3)],
 )
 def test_finished_steps_are_logged_and_saved_wherever_the_engine_is_lost(gone: tuple[str, int]) -> None:
     trainer = Ended(gone)

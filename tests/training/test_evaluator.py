@@ -25,8 +25,9 @@ class Recording:
 
     scorer = ErrorCheck()
 
-    def __init__(self) -> None:
-        self.asked: list[tuple[int, Sampling]] = []
+    def __init__(self, by_task: dict[str, dict[str, float]] | None = None) -> None:
+        """by_task: the scores of every completion of a task."""
+        self.asked, self.by_task = list[tuple[int, Sampling]](), by_task
 
     def generate_and_score(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: Any = None
@@ -36,8 +37,10 @@ class Recording:
             watch.progress(len(prompts) * n, len(prompts) * n, "completions")
         scores = [1.0, 0.0, math.nan, 0.5]
         done = Completion([1, 2], [0.0, 0.0], "stop", 1)
+        found = self.by_task or {p.task: {} for p in prompts}
         return [
-            Group(p, [Rollout(p, done, "", {"right": scores[i % 4]}) for i in range(n)]) for p in prompts
+            Group(p, [Rollout(p, done, "", found[p.task] or {"right": scores[i % 4]}) for i in range(n)])
+            for p in prompts
         ], ScoreStats()
 
 
@@ -88,16 +91,9 @@ def test_a_run_ends_at_the_threshold_and_not_below_it() -> None:
 
 
 def test_several_tasks_have_their_own_accuracy_rewards_and_results() -> None:
-    class OfTwo(Recording):
-        def generate_and_score(
-            self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: Any = None
-        ) -> Any:
-            done = Completion([1, 2], [0.0, 0.0], "stop", 1)
-            scores = {"sums": {"right": 1.0, "other": math.nan}, "words": {"right": math.nan, "other": 0.5}}
-            return [Group(p, [Rollout(p, done, "", scores[p.task])] * n) for p in prompts], ScoreStats()
-
+    scores = {"sums": {"right": 1.0, "other": math.nan}, "words": {"right": math.nan, "other": 0.5}}
     prompts = [Prompt("0", [1], "?", {"task_name": "sums"}), Prompt("1", [1], "?", {"task_name": "words"})]
-    sampler: Any = OfTwo()
+    sampler: Any = Recording(scores)
     accuracy_rewards = AccuracyRewards(
         {"sums": "right", "words": "other"}, {"right": ExactMatch(), "other": ExactMatch()}
     )

@@ -98,23 +98,16 @@ def two_epochs(up: Updater) -> Copies:
     return copies
 
 
-ALGORITHMS = (("algorithm=grpo",), ("algorithm=dapo",), ("algorithm=drgrpo", "algorithm.aggregate.length=10"))
+def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **others: Any) -> torch.Tensor:
+    return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "layout"), [(ALGORITHMS[0], Packed), (ALGORITHMS[1], Padded), (ALGORITHMS[2], Packed)]
+    ("algorithm", "layout"),
+    [("grpo", Packed), ("dapo", Padded), ("drgrpo algorithm.aggregate.length=10", Packed), ("grpo", FlexPacked)],
 )
-def test_copies_do_not_wait(no_autocast, algorithm: tuple[str, ...], layout: type[Packed | Padded]) -> None:
-    copies = two_epochs(updater(*algorithm, layout=layout))
-    assert copies.made > 20
-    assert not copies.waiting
-
-
-def test_copies_of_a_tiled_mask_do_not_wait(no_autocast, monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **others: Any) -> torch.Tensor:
-        return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-
+def test_copies_do_not_wait(no_autocast, algorithm: str, layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex_attention, "_kernel", lambda: kernel)
-    copies = two_epochs(updater("algorithm=grpo", layout=FlexPacked))
-    assert copies.made > 40
+    copies = two_epochs(updater(*f"algorithm={algorithm}".split(), layout=layout))
+    assert copies.made > (40 if layout is FlexPacked else 20)
     assert not copies.waiting

@@ -15,16 +15,7 @@ from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
 from grpocli.models.tiny import make_tokenizer
 from grpocli.training.checkpoint import Contents, State, load_optimizer, save
-from grpocli.training.optim import (
-    SCHEDULES,
-    AdamW,
-    AdamW8bit,
-    Muon,
-    Optimizer,
-    Sgd,
-    make_optimizer,
-    matrices_in_layers,
-)
+from grpocli.training.optim import SCHEDULES, AdamW, AdamW8bit, Muon, Optimizer, Sgd, make_optimizer, matrices_in_layers
 from grpocli.training.policy import Policy
 
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -40,16 +31,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
 def model() -> LlamaForCausalLM:
     """A model with matrices of more and of fewer than 4,096 numbers."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=False,
-    )
-    return LlamaForCausalLM(config)
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=False))
 
 
 @pytest.fixture(params=OPTIMIZERS)
@@ -57,12 +41,16 @@ def optim(request: pytest.FixtureRequest) -> Optimizer:
     return OPTIMIZERS[request.param]
 
 
+def give_gradients(model: LlamaForCausalLM, number: int) -> None:
+    """They depend on the number of the update alone."""
+    generator = torch.Generator().manual_seed(number)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
 def updates(model: LlamaForCausalLM, optimizer: Any, numbers: range) -> None:
-    """Updates with gradients that depend on the number of the update alone."""
     for number in numbers:
-        generator = torch.Generator().manual_seed(number)
-        for parameter in model.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        give_gradients(model, number)
         step(model, optimizer, 0.01 / (number + 1), 1.0, loss_scaler(torch.device("cpu"), torch.float32))
 
 
@@ -101,11 +89,8 @@ def test_a_checkpoint_of_another_optimizer_is_refused(model, world: World, tmp_p
     policy = Policy(model, model, torch.float32, world.parallel)
     optimizer = make_optimizer(OPTIMIZERS["adamw"], model)
     for parameter in model.parameters():
-        optimizer.state[parameter] = {
-            "step": torch.tensor(1.0),
-            "exp_avg": parameter.clone(),
-            "exp_avg_sq": parameter + 1,
-        }
+        moments = {"exp_avg": parameter.clone(), "exp_avg_sq": parameter + 1}
+        optimizer.state[parameter] = {"step": torch.tensor(1.0)} | moments
     save(tmp_path / "step_1", State(step=1), Contents(policy, optimizer, make_tokenizer()), world)
     said = r"^optim=muon: the checkpoint has another optimizer's state \(exp_avg, exp_avg_sq, step\)"
     with pytest.raises(ConfigError, match=said):
@@ -125,9 +110,7 @@ def test_muon_takes_torchs_steps_for_matrices_in_layers_and_adamws_for_the_rest(
         [{"params": ends, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}], fused=True
     )
     for number in range(3):
-        generator = torch.Generator().manual_seed(number)
-        for parameter in theirs.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        give_gradients(theirs, number)
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
         for optimizer in (muon, adamw):
             for group in optimizer.param_groups:

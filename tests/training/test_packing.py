@@ -275,8 +275,7 @@ def nothing(query, key, value, segments, call):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "dtype"),
-    [(over_all_rows, torch.bfloat16), (nothing, torch.float32)],
+    ("wrong", "dtype"), [(over_all_rows, torch.bfloat16), (nothing, torch.float32)]
 )  # in bfloat16, zero attention differs by less than rounding in an untrained model
 def test_a_wrong_attention_is_detected_in_an_untrained_model(
     world, monkeypatch: pytest.MonkeyPatch, wrong: Any, dtype: torch.dtype
@@ -323,8 +322,7 @@ def test_gradients_repeat_to_the_bit(at_head: bool, request: pytest.FixtureReque
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [Sampling(1, temperature=0.7), Sampling(1, temperature=0.0), Sampling(1, top_p=0.9, top_k=20)],
+    "sampling", [Sampling(1, temperature=0.7), Sampling(1, temperature=0.0), Sampling(1, top_p=0.9, top_k=20)]
 )
 def test_log_probs_at_the_head_equal_those_of_logits(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, numbers in (("LOGITS_AT_ONCE", 40 * 5), ("IN_CACHE", 16 * 5), ("COLUMNS", 16)):  # with remainders
