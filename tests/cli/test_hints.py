@@ -37,18 +37,18 @@ def test_a_command_that_does_not_exist_names_the_one_that_does(
 @pytest.mark.parametrize(
     ("overrides", "hints"),
     [
-        ([], set()),
-        (["model=chat", "task=jsonl", "task.path=rows.jsonl"], {"needs task.format=chat"}),
+        ([], []),
+        (["model=chat", "task=jsonl", "task.path=rows.jsonl"], ["needs task.format=chat"]),
         (
             [*THOUGHT, "rollout.max_completion_tokens=600", "reward=[exact_match,format]"],
-            {"the model is made for 512", "the chat template opens <think>"},
+            ["the model is made for 512", "the chat template opens <think>"],
         ),
     ],
     ids=" ".join,
 )
 def test_a_run_says_once_what_is_often_not_meant(
     overrides: list[str],
-    hints: set[str],
+    hints: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -66,5 +66,5 @@ def test_a_run_says_once_what_is_often_not_meant(
     chosen = [one.replace("model=", "model=./") for one in overrides]
     assert run_here(*FAKE, *small, *chosen) == 0
     out = capsys.readouterr()
-    known = {"needs task.format=chat", "the model is made for 512", "the chat template opens <think>"}
-    assert {hint for hint in known if hint in out.out + out.err} == hints
+    known = ["needs task.format=chat", "the model is made for 512", "the chat template opens <think>"]
+    assert [hint for hint in known if hint in out.out + out.err] == hints
