@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpocli.errors import config_errors
+from grpocli.errors import RunError, config_errors
 from grpocli.files import atomic_folder, clear_leftovers, lock
 
 DEADLINE = 600.0
@@ -27,8 +27,8 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
 def cached(name: str, needed: tuple[str, ...], make: Callable[[Path], None]) -> Path:
     """The folder `name` in the cache; `make` writes it if one of the files `needed` is missing.
 
-    Raises ConfigError, naming GRPOCLI_CACHE, if the folder cannot be written, or if another process holds it for longer
-    than DEADLINE.
+    Raises ConfigError, naming GRPOCLI_CACHE, if the folder cannot be written, and RunError if another process holds it
+    for longer than DEADLINE.
     """
     path = cache_dir() / name
     if _whole(path, needed):
@@ -38,8 +38,10 @@ def cached(name: str, needed: tuple[str, ...], make: Callable[[Path], None]) -> 
     with config_errors(OSError, says="cannot store files there ({})", **where):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_name(f".lock-{path.name}").open("w") as file:
-            with config_errors(BlockingIOError, says=waited, **where):
+            try:
                 lock(file, fcntl.LOCK_EX, DEADLINE)
+            except BlockingIOError as error:
+                raise RunError(f"{waited}; stop it, or set GRPOCLI_CACHE to another folder") from error
             if not _whole(path, needed):  # another process may have made it meanwhile
                 clear_leftovers(path.parent, path.name)
                 with atomic_folder(path, replace=True) as folder:

@@ -65,7 +65,7 @@ def ask(url: str) -> str:
 
     try:
         httpx.head(url, timeout=httpx.Timeout(CONNECT_SECONDS, read=READ_SECONDS))
-    except httpx.ReadTimeout:  # the server is there
+    except (httpx.ReadError, httpx.ReadTimeout, httpx.RemoteProtocolError):  # the server is there
         return ""
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # of the server or of a proxy
         return CREDENTIALS.sub("//", str(error)) or type(error).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from grpocli import cache
 from grpocli.cache import cache_dir, cached
+from grpocli.errors import ConfigError, RunError
 
 NEEDED = ("a", "b")
 
@@ -86,6 +89,24 @@ def test_a_failed_build_leaves_nothing_and_a_damaged_one_is_built_again(cache_fo
     path = cached("models/x", NEEDED, builder("one"))
     (path / "b").unlink()
     assert (cached("models/x", NEEDED, builder("two")) / "b").read_text() == "two"
+
+
+def test_waiting_has_a_deadline(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "DEADLINE", 0.2)
+    folder = cache_folder / "models"
+    folder.mkdir(parents=True)
+    with (folder / ".lock-x").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        with pytest.raises(RunError, match=r"another process that is making .*models/x"):
+            cached("models/x", NEEDED, forbidden)
+
+
+def test_an_unwritable_cache_gives_a_one_sentence_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")  # also works for root, who ignores permissions
+    monkeypatch.setenv("GRPOCLI_CACHE", str(blocked / "cache"))
+    with pytest.raises(ConfigError, match=r"GRPOCLI_CACHE=.*cannot store files"):
+        cached("models/x", NEEDED, forbidden)
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from grpocli.algorithm.advantage import NoAdvantage
 from grpocli.algorithm.aggregate import Totals
 from grpocli.algorithm.contract import check_rows, checked_rewards, try_part
-from grpocli.algorithm.keep import SCORE
+from grpocli.algorithm.keep import SCORE, Dynamic
 from grpocli.algorithm.kl import KL
 from grpocli.algorithm.metrics import loss_metrics
 from grpocli.algorithm.objective import loss_and_flags
@@ -73,9 +73,14 @@ class Algorithm:
 
     def check_run(self, run: Run) -> None:
         """Require rewards for an advantage."""
-        if not (run.reward or self.supervised or isinstance(self.advantage, NoAdvantage)):
+        has_advantage = not isinstance(self.advantage, NoAdvantage)
+        if not run.reward and has_advantage and not self.supervised:
             problem = "without rewards there is no advantage: add algorithm/advantage=none, or choose a reward"
             raise ConfigError(problem, key="reward", value="none")
+        informative = isinstance(self.keep, Dynamic) or getattr(self.aggregate, "informative_only", False)
+        if informative and not has_advantage:
+            problem = "no group has one: leave algorithm/keep=all and algorithm.aggregate.informative_only=false"
+            raise ConfigError(problem, key="algorithm/advantage", value="none")
 
     def check_ready(self) -> None:
         """Raise ConfigError if the policy would learn nothing, or if a part of a user breaks its contract."""

@@ -217,9 +217,8 @@ class StopAt:
     def reached_by(self, results: Mapping[str, Any] | None) -> float | None:
         """The metric of an evaluation that ends the run; None if it does not end it."""
         value = (results or {}).get(self.name)
-        if value is None or self.threshold is None or not value >= self.threshold:  # NaN ends no run
-            return None
-        return float(value)
+        known = isinstance(value, int | float) and self.threshold is not None
+        return float(value) if known and value >= self.threshold else None  # type: ignore[arg-type, operator]
 
     def reason(self, results: Mapping[str, Any] | None) -> str:
         """Why an evaluation ends the run, such as `eval/accuracy is 0.940, at least ...`; empty if it does not."""

@@ -95,7 +95,10 @@ def run_errors(run_dir: RunDir, new: bool) -> Iterator[None]:
             raise KeyboardInterrupt(f"interrupted; {how}") from error
         raise
     except Stopped:
-        resume_marker(run_dir.path).touch()
+        try:
+            resume_marker(run_dir.path).touch()
+        except OSError as error:
+            raise run_dir.run_error(error) from error
         raise
     except GrpoError:
         raise
@@ -201,6 +204,7 @@ def _with_choices(config: DictConfig, run: Run, resumed: RunDir | None, view: Vi
         run = replace(run, train=replace(run.train, steps=config.train.steps))
     if isinstance(run.engine, AutoEngine):
         run = replace(run, engine=run.engine.for_run(run, view.note))
+        run.engine.check_run(run)
     devices = devices_of(run.hardware, run.engine.resolved())
     config.eval.problems = run.eval.n_problems(cpu=not devices.train)  # also on a resume on another device
     for spec in run.callbacks:

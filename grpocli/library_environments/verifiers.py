@@ -18,6 +18,7 @@ import math
 import secrets
 import sys
 import types
+import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from contextvars import ContextVar
@@ -246,6 +247,8 @@ class Verifiers:
         # One for all turns, because making one takes longer than a turn, and one for each loop, because no lock guards
         # its connections. A running episode holds one while it waits for its turn; the step's deadline is the limit.
         self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+        # not at the process's end, when the loop's thread is gone
+        weakref.finalize(self, _close, self._client, self._background.loop).atexit = False
         self._open = AsyncExitStack()  # kept, because what it holds ends with this object
         for toolset in self._shared:
             await set_up(toolset, self._open)
@@ -266,6 +269,10 @@ class Verifiers:
         episode.work = asyncio.create_task(self._env.run_episode(played, self._context, on_trace=register))
         episode.work.add_done_callback(forget)
         await episode.advance()
+
+
+def _close(client: httpx.AsyncClient, loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.run_coroutine_threadsafe(client.aclose(), loop)
 
 
 def _check_unchanged(asked: list[dict[str, Any]], messages: list[Message]) -> None:
@@ -361,6 +368,8 @@ class EpisodeTools:
         toolset.register(server)
         for tool in await server.list_tools():
             name = f"{toolset.server_name}_{tool.name}" if toolset.server_name else tool.name
+            if name in self.functions:
+                raise ValueError(f"two tools have the name {name}: give a toolset another TOOL_PREFIX")
             shown = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
             self.schemas.append({"type": "function", "function": shown})
             self.functions[name] = partial(server.call_tool, tool.name)

@@ -107,8 +107,9 @@ def attach(model: PreTrainedModel, lora: Lora, seed: int) -> PreTrainedModel:
         convert_peft_config_for_transformers(config, model, None)
         _leave_out_experts(config, lora)
         inject_adapter_in_model(config, model, ADAPTER)
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    tied = model.config.get_text_config().tie_word_embeddings and any(hasattr(one, "base_layer") for one in ends)
+    ends = [one for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None]
+    weights = {id(getattr(one, "base_layer", one).weight) for one in ends}
+    tied = len(weights) < len(ends) and any(hasattr(one, "base_layer") for one in ends)
     require(lora, "target_modules", not tied, "the embedding and the output head share a weight; leave them out")
     return model
 

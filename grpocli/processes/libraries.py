@@ -46,7 +46,8 @@ def keep_freed_memory() -> bool:
     By default glibc maps every large tensor anew and unmaps it at once, and the kernel fills each page with zeros:
     a quarter of a step's time. Settings in the environment and other implementations of malloc stay as they are.
     """
-    theirs = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    set_here = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
+    theirs = any(name in os.environ for name in set_here) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if theirs or mallopt is None:
         return False

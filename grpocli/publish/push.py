@@ -11,7 +11,7 @@ import logging
 import shlex
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -87,10 +87,10 @@ class Pusher:
         return f"{self.api.endpoint}/{self.repo}"
 
     def push_checkpoint(self, step: int) -> None:
-        """Push a checkpoint, with the texts that a resume needs."""
+        """Push a checkpoint, with the texts that a resume needs; delete those that the run has deleted."""
         with hub_errors(self.key, self.repo):
             folder = self.run_dir.checkpoint(step)
-            self._commit(f"grpocli: {folder.name}", self._checkpoint(folder))
+            self._commit(f"grpocli: {folder.name}", self._checkpoint(folder), self._gone())
 
     def _text(self, file: Path) -> Path | bytes:
         """A file as a public text; if that changes nothing, the file itself."""
@@ -115,15 +115,15 @@ class Pusher:
             files["report.html"] = self.public(made_page([self.run_dir.path], made=made)).encode()
         return files
 
-    def _commit(self, message: str, files: Files) -> None:
-        """Commit files with the run's texts, and delete the checkpoints that the run has deleted."""
+    def _commit(self, message: str, files: Files, gone: Sequence[str] = ()) -> None:
+        """Commit files with the run's texts, and delete checkpoints."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         # rollouts belong to this model: they are no data set of their own
         warnings.filterwarnings("ignore", message="It seems that you are about to commit a data file")
         texts = {name: self._text(file) for name in TEXTS if (file := self.run_dir.path / name).is_file()}
         added = [CommitOperationAdd(*one) for one in {**texts, **files}.items()]
-        deleted = [CommitOperationDelete(f"checkpoints/{name}/", is_folder=True) for name in self._gone()]
+        deleted = [CommitOperationDelete(f"checkpoints/{name}/", is_folder=True) for name in gone]
         self.api.create_commit(self.repo, [*added, *deleted], commit_message=message, revision=self.hub.revision)
 
     def _gone(self) -> list[str]:
@@ -187,7 +187,7 @@ class CheckpointPushes:
     def close(self, timeout: float) -> None:
         """Wait until the last checkpoint is pushed, at most `timeout` seconds."""
         end = time.monotonic() + timeout
-        if self._pushing and wait([self._pushing], timeout).done and self._pushed < self._saved and not self._failed:
+        if self._pushing and wait([self._pushing], timeout).done and self._pushed < self._saved:
             self.add(self._saved)
         if self._pushing and wait([self._pushing], max(0.0, end - time.monotonic())).not_done:
             self._warn(f"the last checkpoint is not pushed yet: {self._remedy()}")

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import symtable
+import textwrap
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -84,7 +85,11 @@ def blocks(text: str) -> list[tuple[str, str]]:
 
 
 def _dedent(code: str, most: int) -> str:
-    """The code without what all of its lines begin with, in a list or a quote: at most the fence's indent."""
+    """The code without its indent, of which a part of a function or of a quote loses only that of the fence."""
+    with suppress(*NOT_PYTHON):
+        dedented = textwrap.dedent(code)
+        compile(dedented, "<program>", "exec", dont_inherit=True)
+        return dedented
     widths = [len(line) - len(line.lstrip(" \t>")) for line in code.splitlines() if line.strip(" \t\r>")]
     return re.sub(rf"(?m)^[ \t>]{{,{min([most, *widths])}}}", "", code)
 

@@ -16,9 +16,12 @@ DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,
 # a minus after a word, a digit or a bracket is an operator: 10-5 ends in 5, "= -5" in -5
 NUMBER = re.compile(rf"((?<![\w)\]}}])[-−])?[$€£]?({DIGITS})(?:\s*/\s*({DIGITS}))?", re.ASCII)
 COMPUTED = re.compile(
-    r"(?:/|÷|\\div|×|\\times|\\cdot|[\d)}]\s*\*{1,2}|\\sqrt(?:\[[^]]{0,8}\])?|[\d)\]}]\s*[\^_])$", re.ASCII
+    r"(?:/|÷|\\div|×|\\times|\\cdot|\d[)}]?[ \t]*\*|\d[ \t]*\*\*|\\sqrt(?:\[[^]]{0,8}\])?|\d[)\]}]?\s*[\^_])$", re.ASCII
 )
-"""What before a number makes it a part of a root, a power, a numeral, a product or a quotient."""
+"""What before a number makes it a part of a root, a power, a numeral, a product or a quotient.
+
+A bullet or bold digits on a new line are no product, and the exponent of a unit in braces is no power.
+"""
 PART = r"(?:\{((?:[^{}]|\{[^{}]*\})*)\}|(\d))"
 FRACTION = re.compile(rf"(?:(?<!\d)(\d+)\s*)?\\[dtc]?frac\s*{PART}\s*{PART}", re.ASCII)
 SIGNED = re.compile(r"\s*[-−]?(?:\d+(?:\.\d+)?|\.\d+)\s*", re.ASCII)

@@ -148,8 +148,8 @@ class Prefetcher:
         """No later step begins."""
         self._state = PrefetchState.of(collector) if self.max_staleness else None
         """The collector's state after the last batch of `_ready`."""
-        self._before: tuple[int, PrefetchState] | None = None
-        """Without a thread: the step that `rollouts` last served, and the state before it."""
+        self._taken: tuple[int, RolloutBatch | PrefetchState] | None = None
+        """The step that `rollouts` last served, with its batch or, without a thread, the state before it."""
         self._call: tuple[Callable[[], Any], Future[Any]] | None = None
         """Work that the rollout thread wants done in the main thread, between two steps' updates."""
         self._channel = world.channel() if self.max_staleness else None
@@ -160,11 +160,16 @@ class Prefetcher:
     # The main thread. Every method but `close` is collective.
 
     def state(self, step: int) -> PrefetchState:
-        """The batches for `step` and later ones, and the collector's state after them, not of a running step."""
+        """The batches for `step` and later ones, and the collector's state after them; no step that is being collected.
+
+        If `step` has got its rollouts but was not trained, because of an error, they are among them.
+        """
         with self._changed:
             state, ready = self._state or PrefetchState.of(self.collector), tuple(self._ready)
-            if self._before and self._before[0] == step:
-                return self._before[1]
+            if self._taken and self._taken[0] == step:
+                if isinstance(taken := self._taken[1], PrefetchState):
+                    return taken
+                ready = (taken, *ready)
             return replace(state, ready=ready)
 
     def rollouts(self, step: int) -> RolloutBatch:
@@ -173,7 +178,7 @@ class Prefetcher:
         Raises the error of the rollout thread.
         """
         if not self.max_staleness:
-            self._before = step, PrefetchState.of(self.collector)
+            self._taken = step, PrefetchState.of(self.collector)
             return self.collector.collect()
         if not self._thread:
             self._thread = run_in_thread(self._collect_steps, "rollouts")
@@ -184,6 +189,7 @@ class Prefetcher:
         self._wait(lambda: bool(self._ready))
         with self._changed:
             batch = self._ready.popleft()
+            self._taken = step, batch
         return without_stale(batch, step, self.max_staleness)
 
     @contextmanager

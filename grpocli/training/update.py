@@ -72,6 +72,8 @@ class Updater:
     # set anew in each step
     windows: list[Window] = field(default_factory=list)
     """The step's optimizer windows."""
+    built: tuple[RowBatch, MicroBatch] | None = None
+    """The last tensors of `_batch`."""
     first_update: int = 0
     """The number of the step's first update."""
     lr: float = 0.0
@@ -157,7 +159,7 @@ class Updater:
         sums_2N = torch.zeros(2, max(tokens) + 1, device=self.world.device)
         for number, some in enumerate(window.micro_batches):
             self.progress(number, len(window.micro_batches), "micro-batches", "loss on held-out answers")
-            batch = self._batch(some)
+            batch = MicroBatch.build(some.rows, self.world.device, self.policy.layout(self.sampling))
             scores = self.policy.scores_without_gradient(batch, self.sampling)
             sums_2B = torch.stack([-scores.logp.where(batch.mask.bool(), 0.0), scores.top * batch.mask]).sum(2)
             sums_2N.index_add_(1, batch.group_ids.clamp(min=0), sums_2B.to(sums_2N.dtype))  # a row for padding adds 0
@@ -182,7 +184,7 @@ class Updater:
             kinds = ["logp", "entropy", *(["ratio", "clipped"] if has_ratios else [])]
             values_KN = torch.cat([one.tokens(kinds) for one in computed], 1).float().cpu()
             own = [(kinds, [number[id(row)] for one in computed for row in one.rows], values_KN.numpy())]
-        self.windows = []  # free the rows' tensors before the next step is sampled
+        self.windows, self.built = [], None  # free the rows' tensors before the next step is sampled
         for kinds, numbers, values_KN in self.world.gather_to_main(own):
             ends = np.cumsum([len(rows[i].completion_ids) for i in numbers])
             for i, values_Kn in zip(numbers, np.split(values_KN, ends[:-1], 1), strict=True):
@@ -268,7 +270,12 @@ class Updater:
             micro_batch.known["selected"] = (micro_batch.known["entropy"] >= threshold).float()
 
     def _batch(self, micro_batch: RowBatch) -> MicroBatch:
-        return MicroBatch.build(micro_batch.rows, self.world.device, self.policy.layout(self.sampling))
+        """The tensors of a micro-batch. Those of the last one are kept: often it is the only one of a window."""
+        if self.built is None or self.built[0] is not micro_batch:
+            self.built = None  # frees the last one's
+            layout = self.policy.layout(self.sampling)
+            self.built = micro_batch, MicroBatch.build(micro_batch.rows, self.world.device, layout)
+        return self.built[1]
 
     def _micro_batch(self, micro_batch: RowBatch, totals: Totals) -> None:
         batch, known = self._batch(micro_batch), micro_batch.known

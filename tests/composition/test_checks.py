@@ -70,6 +70,7 @@ BAD = [
     ("algorithm=opd algorithm.kl.model=tiny-teacher algorithm.kl.beta=0", "algorithm/advantage"),
     ("algorithm=opd algorithm.kl.model={gsm8k:tiny-teacher}", "algorithm.kl.model"),
     ("algorithm=opd", "algorithm/advantage"),
+    ("algorithm=opd algorithm.kl.model=tiny-teacher algorithm/keep=dynamic", "algorithm/advantage"),
     ("algorithm=opd algorithm.kl.model=x algorithm.kl.sync_every=2", "algorithm.kl.sync_every"),
     ("engine=fake rollout.max_staleness=1", "rollout.max_staleness"),
     ("task.tools=[calculater]", "task.tools"),

@@ -39,6 +39,7 @@ def faults(**env: str) -> tuple[str, int]:
     ("theirs", "keeps"),
     [
         ({}, "True"),
+        ({"MALLOC_ARENA_MAX": "2"}, "True"),
         ({"MALLOC_MMAP_THRESHOLD_": "262144"}, "False"),
         ({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=262144"}, "False"),
     ],

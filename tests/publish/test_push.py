@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
+from threading import Event
 
 import huggingface_hub.constants as hub_constants
 import pytest
@@ -18,7 +20,7 @@ from grpocli.config.schema import Hub
 from grpocli.errors import ConfigError
 from grpocli.hub import check_may_push, why_unreachable
 from grpocli.publish.published import Publisher
-from grpocli.publish.push import Pusher
+from grpocli.publish.push import CheckpointPushes, Pusher
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.sessions import Session, add_session
 
@@ -129,6 +131,31 @@ def test_a_pushed_checkpoint_replaces_those_that_the_run_has_deleted(hub: StandI
     files = hub.repos["me/new"].files("main") or {}
     there = {path.split("/")[1] for path in files if path.startswith("checkpoints/")}
     assert there == {"step_000002", "step_000003"}
+    shutil.rmtree(run.checkpoint(2))
+    pusher.push()  # of a folder that may be a part of the run
+    assert "checkpoints/step_000002/model.safetensors" in (hub.repos["me/new"].files("main") or {})
+
+
+def test_the_last_checkpoint_is_pushed_at_the_end_also_after_a_failed_push() -> None:
+    pushed: list[int] = []
+    go_on = Event()
+
+    class Failing(Pusher):
+        def push_checkpoint(self, step: int) -> None:
+            pushed.append(step)
+            if step == 1:
+                raise OSError("no network")
+            go_on.wait(30)
+
+    pushes = CheckpointPushes(Failing(RunDir(Path("run")), Hub(push="me/new")), lambda _: None)
+    pushes.add(1)
+    assert pushes._pushing is not None
+    wait([pushes._pushing])
+    pushes.add(2)
+    pushes.add(3)  # is saved during the push of 2
+    go_on.set()
+    pushes.close(30)
+    assert pushed == [1, 2, 3]
 
 
 def test_another_run_is_not_overwritten(hub: StandInHub, run: RunDir, tmp_path: Path) -> None:

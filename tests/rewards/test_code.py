@@ -202,6 +202,7 @@ def test_the_program_may_stand_in_an_answer_tag(reward, text):
         (f"````{{.python}}\n{PLAIN}````", ""),
         ("- Code:\n  ```python\n  def add(a, b):\n      return a + b\n  ```\n- Done", ""),
         (f"```cpp\n{PLAIN}```", ""),  # the only block
+        ("```python\n    def add(a, b):\n        return a + b\n```", ""),
         (f"{PLAIN}\\end{{code}}", ""),
         (f"{PLAIN}```", ""),
         ("> ```python\n> def add(a, b):\n>\n>     return a + b\n> ```", ""),

@@ -96,3 +96,12 @@ def test_the_gpu_is_that_of_the_process_in_every_thread(name: str, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert reward_model._device(name) == torch.device("cuda", 1)
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from grpocli.rewards import reward_model
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError) as refused:
+        reward_model._device("cuda")
+    assert refused.value.key == "reward.model.device"

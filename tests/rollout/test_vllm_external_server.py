@@ -151,6 +151,11 @@ def test_a_key_comes_from_a_file_or_the_environment(
         find_endpoint(Vllm(base_url=here), here)
     monkeypatch.setenv("VLLM_API_KEY", "from-environment")
     assert find_endpoint(Vllm(base_url=here), here) == Endpoint(here, "from-environment", "")
+    monkeypatch.setenv("VLLM_API_KEY", "a-secret\n")  # as a file with line ends of Windows gives it
+    with pytest.raises(ConfigError, match="no header can have") as refused:
+        find_endpoint(Vllm(base_url=here), here)
+    assert "a-secret" not in str(refused.value)
+    monkeypatch.setenv("VLLM_API_KEY", "from-environment")
     Endpoint("http://127.0.0.1:8000", "from-serve", "/shm").save(serve_file(8000))
     assert find_endpoint(Vllm(base_url=here), here) == Endpoint(here, "from-serve", "/shm")
     assert find_endpoint(Vllm(base_url=there), there).api_key == "from-environment"

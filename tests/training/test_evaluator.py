@@ -84,7 +84,14 @@ def test_a_run_ends_at_the_threshold_and_not_below_it() -> None:
     stop_at = StopAt("eval/accuracy", 0.5)
     assert (stop_at.name, StopAt("accuracy", 0.5).name) == ("eval/accuracy", "eval/accuracy")
     assert [stop_at.reached_by({"eval/accuracy": value}) for value in (0.5, 0.75)] == [0.5, 0.75]
-    for results in (None, {}, {"eval/accuracy": 0.4999}, {"eval/accuracy": math.nan}, {"eval/pass@4": 0.9}):
+    for results in (
+        None,
+        {},
+        {"eval/accuracy": 0.4999},
+        {"eval/accuracy": math.nan},
+        {"eval/accuracy": "1"},
+        {"eval/pass@4": 0.9},
+    ):
         assert stop_at.reached_by(results) is None
     assert StopAt().reached_by({"eval/accuracy": 1.0}) is None
     assert StopAt("accuracy", 0.0).reached_by({"eval/accuracy": 0.0}) == 0.0

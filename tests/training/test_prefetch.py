@@ -259,6 +259,24 @@ def test_a_failed_step_is_drawn_again(surplus: str) -> None:
     assert bool(before.leftover) == (surplus == "carry")
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_step_that_was_not_trained_is_saved(staleness: int) -> None:
+    """An error may come between its rollouts and its update. Without prefetch it is drawn again."""
+    sampler = ScriptedSampler()
+    sampler.allow(99)
+    with ahead(collector(sampler), staleness, steps=8) as one:
+        for step in (1, 2):
+            sync(one, sampler, step)
+            before, taken = one.state(step), one.rollouts(step)
+        one.wait_until_idle(3)
+        if not staleness:
+            assert one.state(2) == before
+            assert one.state(3).draws > before.draws
+        else:
+            assert [uids(saved) for saved in one.state(2).ready] == [uids(taken), [4, 5]]
+            assert [uids(saved) for saved in one.state(3).ready] == [[4, 5]]
+
+
 def test_spans_survive_a_checkpoint_and_a_changed_config_does_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

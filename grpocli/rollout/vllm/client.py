@@ -323,9 +323,11 @@ class ServerClient:
 
     def abandon_update(self) -> None:
         """End an unfinished update, if any, and label the weights as a mixture."""
-        with contextlib.suppress(RequestRefused):  # no update is unfinished
+        try:
             self.post("/finish_weight_update", {})
-            self.post("/update_weight_version", {"new_version": UNFINISHED})
+        except RequestRefused:  # no update is unfinished
+            return
+        self.post("/update_weight_version", {"new_version": UNFINISHED})
 
     def reset_prefix_cache(self, running: bool = False) -> None:
         """Drop keys and values of the old weights; running: also those of frozen requests. Raises EngineError."""

@@ -180,11 +180,12 @@ def start(options: ColocateOptions, job: EngineJob, world: World) -> InProcessLL
     """
     os.environ.update(SETTINGS)
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override engine.cpu_kv_cache_gb
+    os.environ.pop("VLLM_LOGGING_CONFIG_PATH", None)  # vLLM refuses it without its own logging
     state = VllmState()
     log = (job.run_dir / "logs" / ("vllm.log" if world.is_main else f"vllm_{world.rank}.log")).absolute()
     log_to(log)
     given = arguments(options, job, world.size, on_cpu())
-    with state.active(), output_to(log), _as_engine_error("start", log):
+    with state.active(), output_to(log), _keep_variables(), _as_engine_error("start", log):
         from vllm import LLM
 
         from grpocli.rollout.vllm.weight_transfer import register_in_process_transfer
@@ -309,6 +310,19 @@ def _switch(before: torch.cuda.Stream, after: torch.cuda.Stream) -> None:
     if after != before:
         after.wait_stream(before)
         torch.cuda.set_stream(after)
+
+
+@contextlib.contextmanager
+def _keep_variables() -> Iterator[None]:
+    """Restore the variables of workers, which vLLM's start sets for its own."""
+    before = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _set_threads(set_num_threads: Callable[[int], None], threads: int) -> None:

@@ -62,11 +62,15 @@ def find_endpoint(options: VllmOptions, url: str, folder: str | None = None) -> 
         except (OSError, ValueError) as error:
             problem = f"is not the file that {SERVE} printed: {error}"
             raise ConfigError(problem, key="engine.api_key_file", value=file) from error
-        return Endpoint(url, known.api_key, folder or known.shm_dir)
-    if not (key := os.environ.get(KEY_VARIABLE, "")):
+    else:
+        known = Endpoint(url, os.environ.get(KEY_VARIABLE, ""), "")
+    if not known.api_key:
         problem = f"no key for {url} is known here: give the file that {SERVE} printed, or set {KEY_VARIABLE}"
         raise ConfigError(problem, key="engine.api_key_file", value=file)
-    return Endpoint(url, key, folder or "")
+    if not (known.api_key.isascii() and known.api_key.isprintable()):  # an error of HTTP would print it
+        problem = f"the key for {url} has a line break or another character that no header can have"
+        raise ConfigError(problem, key="engine.api_key_file", value=file)
+    return Endpoint(url, known.api_key, folder or known.shm_dir)
 
 
 def _problem(client: ServerClient, job: EngineJob) -> str:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save
 
-from grpocli.errors import ConfigError, EngineError
+from grpocli.errors import ConfigError, EngineError, GrpoError
 from grpocli.models import lora as peft
 from grpocli.models.lora import WEIGHTS, adapter_tensors, lora_layers, switched_off, write_config
 from grpocli.models.quantization import whole_weight
@@ -195,12 +195,13 @@ class AdapterSync:
         if self.in_flight:
             yield
             return
-        with ExitStack() as failed:
-            for server in self.servers:
-                failed.callback(server.resume)
+        try:
             call_all(self.servers, lambda server: server.pause("wait"))
             yield
-            failed.pop_all()
+        except GrpoError:
+            with suppress(EngineError):  # the error under way is the cause
+                call_all(self.servers, lambda server: server.resume())
+            raise
         call_all(self.servers, lambda server: server.resume())
 
     def _tensors(self) -> dict[str, torch.Tensor]:
