@@ -278,3 +278,11 @@ def test_a_machine_without_isolation_is_refused(monkeypatch):
     finally:
         reward.close()
         code.working_backend.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("timeout", 0), ("memory_mb", 8), ("processes", -1), ("disk_mb", 0), ("workers", -1)]
+)
+def test_invalid_values_are_refused(field, value):
+    with pytest.raises(ConfigError, match=rf"reward.code.{field}={value}: "):
+        CodeReward(**{field: value})

@@ -190,3 +190,16 @@ def test_a_run_that_ends_does_not_wait_for_the_judge(endpoint: Endpoint) -> None
     thread.join(30)
     assert not thread.is_alive(), "it waits for the endpoint, which never answers"
     assert [isinstance(one, Failure) for one in found] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"base_url": "localhost:8000"}, r"reward\.judge\.base_url=localhost:8000: must be a URL"),
+        ({"pattern": "score"}, r"reward\.judge\.pattern=score: needs a group"),
+        ({"low": 1.0}, r"reward\.judge\.high=1\.0: must be above reward\.judge\.low=1\.0"),
+    ],
+)
+def test_invalid_settings_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Judge(**{"base_url": "http://127.0.0.1:1/v1", "model": "m"} | settings)

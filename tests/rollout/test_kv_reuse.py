@@ -119,3 +119,19 @@ def test_a_model_with_a_sliding_window_keeps_nothing() -> None:
     request = Request(PROMPTS[0], 1, 0, reusable_kv=boxes(1))
     Watched(model).generate([request], FREE)
     assert request.reusable_kv[0].state is None
+
+
+def test_reuse_works_with_rows_of_one_length(model) -> None:
+    """Such a batch has no padding and no mask."""
+
+    def turns(keeps: bool) -> list[Completion]:
+        engine = TransformersEngine(SimpleNamespace(model=model, sampling_mode=torch.no_grad), [], 256, None)
+        first = Request(PROMPTS[0], 4, 0, reusable_kv=boxes(4) if keeps else ())
+        (said,) = engine.generate([first], FREE)
+        asked = [
+            Request([*PROMPTS[0], *done.token_ids, 20], 1, i, reusable_kv=first.reusable_kv[i : i + 1])
+            for i, done in enumerate(said)
+        ]
+        return [one for (one,) in engine.generate(asked, FREE)]
+
+    assert_same([turns(True)], [turns(False)])

@@ -132,3 +132,28 @@ def test_a_dead_servers_cause_is_reported(fake: Serve, tmp_path: Path) -> None:
     thread.join()
     assert not serve_file(fake.port).exists()
     assert "the engine is dead" in serve_file(fake.port).with_suffix(".log").read_text(), "the message names this file"
+
+
+@pytest.mark.processes
+def test_a_busy_port_is_reported_and_its_server_keeps_running(fake: Serve, tmp_path: Path) -> None:
+    """The server on that port keeps its key and its log."""
+    model = str(build_model(tmp_path / "m", tied=True))
+
+    def act() -> None:
+        before = serve_file(fake.port).read_text()
+        try:
+            with pytest.raises(
+                ConfigError, match=rf"^port={fake.port}: cannot listen there on 127\.0\.0\.1 \(.*in use"
+            ):
+                serve(fake, model, "float32")
+            assert serve_file(fake.port).read_text() == before
+            assert "starting up" in serve_file(fake.port).with_suffix(".log").read_text()
+            passed.append(True)
+        finally:
+            signal.raise_signal(signal.SIGINT)
+
+    passed: list[bool] = []
+    thread = when_it_serves(fake, act)
+    assert serve(fake, model, "float32") == 0
+    thread.join()
+    assert passed == [True]

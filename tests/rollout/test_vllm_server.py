@@ -25,6 +25,11 @@ from grpocli.rollout.vllm.lora import lora_flags
 from grpocli.rollout.vllm.server import ServerSpec, command, environment, serving, wait_healthy
 from grpocli.rollout.vllm.server_files import Endpoint
 
+
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_server, "on_cpu", lambda: True)
+
+
 SPEC = ServerSpec(EngineJob("/models/m", "float32", 256, Path(), seed=3), 8001, 256)
 
 
@@ -251,3 +256,12 @@ def test_ranks_and_dtypes_that_vllm_cannot_serve_are_refused(rank: int, dtype: s
     with pytest.raises(ConfigError) as caught:
         lora_flags(rank, dtype, cpu=False)
     assert caught.value.key == key
+
+
+@pytest.mark.processes
+def test_a_server_that_does_not_answer_in_time_is_reported(monkeypatch: pytest.MonkeyPatch, job: EngineJob) -> None:
+    installed(monkeypatch)
+    monkeypatch.setattr(vllm_server, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
+    options = replace(Vllm(), start_timeout=1)
+    with pytest.raises(EngineError, match=r"/health within 1 s \(engine\.start_timeout\)"), options.launch(job):
+        pass

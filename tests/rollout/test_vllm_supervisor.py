@@ -221,3 +221,14 @@ def test_a_run_that_is_asked_to_stop_does_not_wait_for_servers(
     with pytest.raises(EngineGone, match=r"^it is gone; the run was asked to stop"):
         reconnect(Vllm(base_url=url), job_in(tmp_path), asked.is_set, {0: (before, "it is gone")})
     assert clock.now == supervisor.POLL
+
+
+@pytest.mark.processes
+def test_a_failed_start_counts_as_a_restart(tmp_path: Path) -> None:
+    starts = Starts(1, 3)
+    with watched(tmp_path, starts, max_restarts=3):
+        starts.running[0].terminate()
+        until(lambda: told(tmp_path).generation == 2)
+        starts.running[1].terminate()
+        until(lambda: told(tmp_path).gone is not None)
+        assert "start 3 failed" in str(told(tmp_path).gone)

@@ -336,3 +336,10 @@ def test_a_sandbox_that_does_not_start_raises_an_error(backend, sandbox):
     sandbox.backend = Backend("missing", interpreter(None), lambda _: ["/no/such/program"], order)
     with pytest.raises(SandboxError, match="/no/such/program"):
         sandbox(RIGHT, TEST)
+
+
+def test_the_error_has_the_output_of_a_failed_start(sandbox):
+    refuse = ["/bin/sh", "-c", 'echo "no namespaces here" >&2; exit 1', "--"]
+    sandbox.backend = Backend("refused", interpreter(None), lambda _: refuse, sandbox.backend.order)
+    with pytest.raises(SandboxError, match="no namespaces here"):
+        sandbox(RIGHT, TEST)

@@ -233,3 +233,15 @@ def test_tests_after_one_that_ends_the_program_fail(sandbox):
     result = sandbox(program, *(f"assert f({n}) == {n}" for n in (0, 1, 2)))
     assert result.passed == [True, False, False]
     assert result.error.startswith("Closed: the program gave no answer")
+
+
+def test_a_different_value_is_wrong(sandbox):
+    assert sandbox("def f():\n    return (1, 2)", "assert f() == [1, 2]", "assert f() == (1, 2)").passed == [
+        False,
+        True,
+    ]
+
+
+def test_tests_may_use_keyword_arguments(sandbox):
+    program = "def f(what, self=1, function=2):\n    return (what, self, function)\n"
+    assert sandbox(program, "assert f(what=3, self=4, function=5) == (3, 4, 5)").passed == [True]

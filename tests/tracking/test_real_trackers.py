@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import subprocess
 import sys
@@ -55,3 +56,10 @@ def test_mlflow(tmp_path: Path) -> None:
     assert others == [("eval/pass_at_2",)]
     assert parameters == {"seed": "7", "a.b": "None"}
     assert run == ("run", "FINISHED")
+
+
+def test_trackio(tmp_path: Path) -> None:
+    logged("trackio", tmp_path, TRACKIO_DIR=str(tmp_path / "trackio"))
+    with sqlite3.connect(tmp_path / "trackio" / "mine.db") as database:
+        rows = database.execute("select run_name, step, metrics from metrics order by step").fetchall()
+    assert [(name, json.loads(metrics)["reward"]) for name, _, metrics in rows] == [("run", n / 4) for n in (1, 2, 3)]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import subprocess
+import sys
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +18,17 @@ from cli.running import SMALL, metrics
 from grpocli.rollout.transformers_engine import TransformersEngine
 from grpocli.training import checkpoint
 from grpocli.training.checkpoint import Checkpointer
+
+
+def saver(whole: bool = True) -> Checkpointer:
+    world: Any = SimpleNamespace(channel=lambda: nullcontext, parallel=SimpleNamespace(replicated=whole))
+    none: Any = None
+    return Checkpointer(none, 0, none, world)
+
+
+def broken() -> None:
+    raise OSError(errno.ENOSPC, "full")
+
 
 WAIT = 60.0
 """Seconds, far more than any test here takes."""
@@ -53,3 +68,65 @@ def test_rollouts_are_sampled_while_a_checkpoint_is_written(
     assert all((tmp_path / "run" / "checkpoints" / f"step_{k:06d}" / "trainer.json").exists() for k in (2, 3))
     rows = metrics(tmp_path / "run")
     assert ["time/checkpoint" in row for row in rows] == [False, True, True]
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_the_run_before_another_update(
+    grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, *rest: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    code, _, err = grpocli(*RUN, f"hydra.run.dir={tmp_path / 'run'}")
+    assert code == 1
+    assert "no space left on the disk" in err
+    assert len(metrics(tmp_path / "run")) == 1
+
+
+def test_a_checkpoint_is_written_in_the_background() -> None:
+    """Its error is raised once by `wait`, or when the next one starts, and only logged at the end of the run."""
+    go, done, one = threading.Event(), [], saver()
+    one.start(lambda: (go.wait(WAIT), done.append(1)))
+    assert one.writing
+    assert not done
+    go.set()
+    one.wait()
+    assert (one.writing, done) == (False, [1])
+    one.start(broken)
+    with pytest.raises(OSError, match="full"):
+        one.wait()
+    one.wait()
+    one.start(broken)
+    with pytest.raises(OSError, match="full"):
+        one.start(lambda: None)
+    one.start(broken)
+    one.close()
+
+
+@pytest.mark.processes
+def test_a_process_that_abandons_a_checkpoint_exits_without_an_abort() -> None:
+    """Python's finalization aborts a process whose daemon thread runs C++ code."""
+    code = """
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+import torch
+from grpocli.processes.threads import end_process
+from grpocli.training.checkpoint import Checkpointer
+world = SimpleNamespace(channel=lambda: nullcontext, parallel=SimpleNamespace(replicated=True))
+one = Checkpointer(None, 0, None, world)
+begun = threading.Event()
+def work():
+    begun.set()
+    while True:
+        torch.ones(400, 400) @ torch.ones(400, 400)
+one.start(work)
+begun.wait()
+one.close(wait=False)
+print("ended")
+end_process(1)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT)
+    assert (done.returncode, done.stdout) == (1, "ended\n"), done.stderr
+    assert "Fatal Python error" not in done.stderr

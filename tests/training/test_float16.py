@@ -21,6 +21,7 @@ from grpocli.distributed.parallel import Parallel, loss_scaler, step
 from grpocli.distributed.world import World
 from grpocli.errors import RunError
 from grpocli.models import loading
+from grpocli.models import shared_prompt_attention as shared
 from grpocli.models.loading import HuggingFace
 from grpocli.runs.run_dir import RunDir
 from grpocli.training.optim import AdamW, make_optimizer
@@ -153,3 +154,23 @@ def test_a_gpu_without_bfloat16_computes_in_float16(
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     assert loading.choose_dtype("auto", HuggingFace(path=str(tmp_path)), str(tmp_path), "auto") == expected
+
+
+@pytest.mark.parametrize(("capability", "groups"), [((7, 5), False), ((8, 0), True)])
+def test_keys_are_repeated_on_a_gpu_without_a_flash_kernel(capability, groups: bool, monkeypatch) -> None:
+    called: dict[str, Any] = {}
+
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **how: Any) -> torch.Tensor:
+        called.update(how, heads=key.shape[1])
+        return query
+
+    class OnGpu(torch.Tensor):
+        device = torch.device("cuda:0")
+        is_cuda = True
+
+    monkeypatch.setattr(shared, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    query, key = torch.zeros(1, 4, 3, 8).half().as_subclass(OnGpu), torch.zeros(1, 2, 3, 8).half()
+    shared.gpu_sdpa(query, key, key, None, 2, {})
+    assert (called["enable_gqa"], called["heads"]) == (groups, 2 if groups else 4)

@@ -27,6 +27,7 @@ import grpocli
 from grpocli.algorithm.aggregate import Totals
 from grpocli.config.schema import Train
 from grpocli.distributed.parallel import Parallel, loss_scaler
+from grpocli.hardware import to_device
 from grpocli.models import flex_attention
 from grpocli.models import shared_prompt_attention as attention
 from grpocli.training.optim import AdamW
@@ -34,6 +35,22 @@ from grpocli.training.packing import FlexPacked, Packed, Padded, RowBatch
 from grpocli.training.policy import Policy, Reference
 from grpocli.training.update import Updater, Window
 from grpocli.types import Row, Sampling
+
+
+class OnCpu:
+    """A tensor of the CPU that notes how it is copied. pinned: whether it is in pinned memory."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, pinned: bool = False) -> None:
+        self.pinned = pinned
+
+    def pin_memory(self) -> OnCpu:
+        return OnCpu(pinned=True)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> tuple[str, bool, bool]:
+        return device.type, self.pinned, non_blocking
+
 
 GPU = torch.device("meta")
 ROWS = [Row([3, 4, 5], [6] * n, [1] * n, 1.0 - k, k // 2, [-3.0] * n) for k, n in enumerate((4, 9, 20, 3))]
@@ -111,3 +128,29 @@ def test_copies_do_not_wait(no_autocast, algorithm: str, layout: Any, monkeypatc
     copies = two_epochs(updater(*f"algorithm={algorithm}".split(), layout=layout))
     assert copies.made > (40 if layout is FlexPacked else 20)
     assert not copies.waiting
+
+
+def test_a_copy_to_a_gpu_comes_from_pinned_memory_and_does_not_wait() -> None:
+    """A copy from other memory waits, whatever `non_blocking` says."""
+    tensor: Any = OnCpu()
+    copied: Any = to_device(tensor, torch.device("cuda"))
+    assert copied == ("cuda", True, True)
+
+
+def test_waiting_is_noticed(no_autocast, monkeypatch: pytest.MonkeyPatch) -> None:
+    up = updater("algorithm=grpo", layout=Packed)
+    plain = type(up.algorithm).loss
+
+    def reads(*given: Any, **others: Any) -> Any:
+        loss, metrics = plain(*given, **others)
+        return loss.item(), metrics
+
+    def copies(*given: Any, **others: Any) -> Any:
+        loss, metrics = plain(*given, **others)
+        return loss + torch.ones(1).to(GPU).squeeze(), metrics
+
+    monkeypatch.setattr(type(up.algorithm), "loss", copies)
+    assert sum(two_epochs(up).waiting.values()) == 4
+    monkeypatch.setattr(type(up.algorithm), "loss", reads)
+    with pytest.raises(RuntimeError, match="item"):
+        two_epochs(up)

@@ -6,6 +6,7 @@ import copy
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
+from subprocess import CalledProcessError
 from types import SimpleNamespace
 from typing import Any
 
@@ -438,3 +439,27 @@ def test_attention_is_sdpas_where_the_default_kernel_is_wrong(
         with pytest.raises(ConfigError) as caught:
             list(choose_layout(run_with_flex("flex_attention"), world, policy, None))
         assert caught.value.key == "model.attention"
+
+
+def test_filler_fits_any_model(world) -> None:
+    """This includes a model with fewer positions than filler tokens."""
+    short = GPT2LMHeadModel(GPT2Config(**(GPT2 | {"n_positions": 24}), **ENDS))
+    policy = Policy(short, short, torch.float32, world.parallel)
+    policy.packs = attention.enable(short, 24)
+    rows = [Row([3 + k % 30, 4], [5] * 17, [1] * 17, 1.0, k, [-3.0] * 17) for k in range(54)]
+    layout = Packed.build(rows, torch.device("cpu"))
+    assert layout.input_ids.shape[1] - 54 * 19 > 24
+    batch = MicroBatch.build(rows, torch.device("cpu"), Packed)
+    assert policy.scores(batch, Sampling(17))[0].isfinite().all()
+
+
+def test_a_gpu_without_a_c_compiler_scores_with_torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(*_: Any) -> None:
+        raise CalledProcessError(1, "gcc")
+
+    monkeypatch.setattr(logprobs, "_kernel_scores", compiled)
+    monkeypatch.setattr(logprobs, "_has_kernels", logprobs._has_kernels.__wrapped__)
+    with torch.device("meta"):
+        head, hidden, ids = torch.nn.Linear(4, 9, bias=False), torch.zeros(1, 3, 4), torch.zeros(3, dtype=torch.long)
+    with logprobs.scoring(head, logprobs.Targets(ids, None, Sampling(1))):
+        assert head(hidden).shape == (1, 3, 3)

@@ -292,3 +292,17 @@ def test_spans_survive_a_checkpoint_and_a_changed_config_does_not(
     assert caplog.text == ""
     assert load(size=3) == load(wanted=False) == []
     assert "1 steps collected ahead do not fit" in caplog.text
+
+
+def test_two_steps_ahead_ready_batches_are_used_before_a_later_error_is_raised() -> None:
+    sampler = ScriptedSampler()
+    with ahead(collector(sampler), staleness=2, in_flight=True) as one:
+        sampler.allow(2)
+        one.rollouts(1)
+        until(lambda: len(one.state(0).ready) == 1)
+        sampler.error = EngineError("the server is gone")
+        sampler.allow(1)
+        until(lambda: one._error is not None)
+        assert uids(one.rollouts(2)) == [2, 3]
+        with pytest.raises(EngineError, match="the server is gone"):
+            one.rollouts(3)

@@ -18,7 +18,7 @@ from grpocli.errors import ConfigError
 from grpocli.models.loading import HuggingFace, checkpoint_activations
 from grpocli.training.optim import AdamW
 from grpocli.training.policy import Policy
-from grpocli.training.router_balance import check_has_routers
+from grpocli.training.router_balance import check_has_routers, record_routings, routers
 from grpocli.training.trials import pack
 from grpocli.types import Row, Sampling
 
@@ -119,3 +119,11 @@ def test_a_model_without_such_routers_is_refused(name: str, path: str, tmp_path:
     said = rf"algorithm\.router_aux_loss_coef=0\.01: transformers has no load-balancing loss for this model \({name}\)"
     with pytest.raises(ConfigError, match=said):
         check_has_routers(HuggingFace(path=str(tmp_path / path)), str(tmp_path / path), 0.01)
+
+
+def test_hooks_are_removed(mixture: Any) -> None:
+    with record_routings(routers(mixture)) as outputs:
+        mixture(torch.tensor([[7, 8, 9]]))
+    assert [tuple(one.logits.shape) for one in outputs] == [(3, EXPERTS)] * 2
+    mixture(torch.tensor([[7, 8, 9]]))
+    assert len(outputs) == 2

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from grpocli.distributed import sharded_safetensors as shards
 
@@ -66,3 +67,21 @@ def test_rows_and_flat_parts_equal_those_of_the_whole_tensor(tmp_path, shape: tu
                 assert stored["t"].flat(start, end).equal(tensor.flatten()[start:end]), (start, end)
         for start in range(shape[0] + 1 if shape else 0):
             assert stored["t"].rows(start, start + 1).equal(tensor[start : start + 1])
+
+
+def test_floats_are_cast_and_counters_are_not(tmp_path) -> None:
+    (files,) = written(tmp_path, 1, dtype=torch.bfloat16)
+    saved = load_file(tmp_path / files["w1"])
+    assert saved["w1"].dtype == torch.bfloat16
+    assert saved["count"].equal(TENSORS["count"])
+
+
+def test_transformers_loads_a_model_in_many_files(tmp_path, monkeypatch, little_model) -> None:
+    monkeypatch.setattr(shards, "FILE_BYTES", 20_000)
+    world: Any = OneOf(0, 1)
+    files = shards.write(little_model.named_parameters(), tmp_path, "model", world)
+    assert len(set(files.values())) > 2
+    shards.write_index(files, tmp_path / "model.safetensors.index.json")
+    little_model.config.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(loaded.get_parameter(name).equal(p) for name, p in little_model.named_parameters())

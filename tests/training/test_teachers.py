@@ -11,6 +11,7 @@ from training.updating import known, train_step, updater_for
 
 from grpocli.algorithm.kl import EVERY_TASK
 from grpocli.distributed.world import World
+from grpocli.training.packing import MicroBatch, RowBatch
 from grpocli.training.teachers import LoadedTeacher, Teachers
 from grpocli.training.update import Updater
 from grpocli.types import Row, Sampling
@@ -69,3 +70,26 @@ def test_a_teacher_with_the_policys_weights_teaches_nothing(little_model, world)
     assert abs(metrics["kl"]) < 1e-6
     learns = train_step(updater(little_model, world, {EVERY_TASK: other(little_model, 1)}), rows(), n_groups=3)
     assert learns["grad_norm"] > 0.1
+
+
+def test_with_sharded_weights_every_process_calls_every_teacher(little_model, world, monkeypatch) -> None:
+    """A forward of sharded weights needs all processes, also those that have no row of the teacher's task."""
+    up = updater(little_model, world, {"a": little_model, "b": little_model, "c": little_model})
+    assert isinstance(up.reference, Teachers)
+    calls: list[tuple[str, int]] = []
+
+    class Counted(LoadedTeacher):
+        def logp(self, batch: MicroBatch, sampling: Sampling) -> torch.Tensor:
+            calls.append((self.tasks[0], int(batch.mask.any(1).sum())))
+            return super().logp(batch, sampling)
+
+    for teacher in up.reference.loaded:
+        teacher.__class__ = Counted
+    scored = RowBatch(rows())
+    batch = MicroBatch.build(scored.rows, world.device)
+    up.reference.score(scored, batch, SAMPLING)
+    assert calls == [("a", 4), ("b", 2)]
+    calls.clear()
+    monkeypatch.setattr(type(world.parallel), "replicated", False)
+    up.reference.score(scored, batch, SAMPLING)
+    assert calls == [("a", 4), ("b", 2), ("c", 0)]

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from training.updating import SAMPLING, copies, known, train_step, updater_for
 
 from grpocli.algorithm.metrics import EXTREMES
 from grpocli.config.schema import Train
 from grpocli.distributed.world import World
+from grpocli.models.loading import checkpoint_activations
 from grpocli.rollout.sampler import sample
 from grpocli.training import packing
 from grpocli.training.optim import AdamW
 from grpocli.training.packing import MicroBatch
 from grpocli.training.policy import Policy, Reference
 from grpocli.types import Request, Row
+
+
+class Casts(TorchDispatchMode):
+    """Counts the tensors of a shape that are cast to bfloat16."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_cast = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == torch.bfloat16
+        self.count += is_cast and args[0].shape == self.shape
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(scope="module")
@@ -233,3 +250,26 @@ def test_the_schedule_follows_the_step_not_the_number_of_updates(little_model, w
     assert train_step(up, one_group, n_groups=1, step=2)["lr"] == pytest.approx(0.8)  # update 2 of 10
     assert train_step(up, copies(rows), n_groups=2, step=3)["lr"] == pytest.approx(0.5)  # updates 4, 5
     assert up.updates == 3
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_weight_is_cast_once_for_all_micro_batches(little_model, world, rows, checkpointing: bool) -> None:
+    """With checkpointing it is cast when it is needed, so that no copy of all weights waits for the backward pass."""
+    gradients, counts = [], []
+    for once in (True, False):
+        up = updater_for(little_model, world, "algorithm=drgrpo", micro_batch_tokens=20)
+        up.policy.dtype = torch.bfloat16
+        if checkpointing:
+            checkpoint_activations(up.policy.model)
+            up.policy.recomputes = True
+        window = up.begin_step(copies(rows), 2, 1)[0]
+        n = len(window.micro_batches)
+        weight = up.policy.model.model.layers[0].mlp.down_proj.weight
+        with Casts(weight.shape) as casts:
+            for part in [window] if once else [replace(window, micro_batches=[b]) for b in window.micro_batches]:
+                up.accumulate(part)
+        counts.append(casts.count / len(up.policy.model.model.layers))
+        gradients.append([p.grad for p in up.policy.model.parameters()])
+    assert n > 1
+    assert counts == ([2 * n, 2 * n] if checkpointing else [1, n])
+    assert all(one.equal(other) for one, other in zip(*gradients, strict=True))
