@@ -1,6 +1,6 @@
 """Runs colocated vLLM in a separate process and writes the results as JSON.
 
-Run as `python -m rollout.colocate_child MODEL RUN RESULTS`.
+Run as `python -m rollout.colocate_child WHAT MODEL RUN RESULTS`: WHAT is `engine`, or a dtype of the head or `null`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from rollout.vllm_tiny import TOKENIZER, Alone, TinyPolicy, expected_logprobs
+from rollout.vllm_tiny import TOKENIZER, Alone, TinyPolicy, expected_logprobs, requests
+from transformers import LlamaForCausalLM
 
 import grpocli.rollout.vllm.colocate  # noqa: F401 (first: some library draws a random number when it is imported)
 from grpocli.errors import EngineError
+from grpocli.models.head import widen_head
 from grpocli.processes.libraries import quiet_libraries
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.vllm.engine_parts import VllmColocate
+from grpocli.training.policy import Policy
 from grpocli.types import Request, Sampling
 
-PROMPTS = [[5, 6, 7, 8], [9, 10], [5, 6, 7, 8], [11] * 40]
 SAMPLINGS = {"plain": Sampling(24), "truncated": Sampling(24, temperature=0.7, top_p=0.9, top_k=20, min_p=0.02)}
-
-
-def requests(n: int = 4, seed: int = 0) -> list[Request]:
-    return [Request(prompt, n, seed + i) for i, prompt in enumerate(PROMPTS)]
 
 
 def state() -> dict[str, str]:
@@ -60,8 +58,7 @@ def changed(before: dict[str, str]) -> dict[str, list[str]]:
     return {name: [value, now[name]] for name, value in before.items() if now[name] != value}
 
 
-def main(model: Path, run: Path) -> dict[str, Any]:
-    quiet_libraries()
+def engine_results(model: Path, run: Path) -> dict[str, Any]:
     job = EngineJob(str(model), "float32", 128, run, seed=0)
     policy, options = TinyPolicy(model), VllmColocate()
     before, found = state(), dict[str, Any]()
@@ -83,11 +80,12 @@ def main(model: Path, run: Path) -> dict[str, Any]:
 
 
 def sampled(engine: Any, policy: TinyPolicy, sampling: Sampling) -> list[dict[str, Any]]:
-    groups = engine.generate(requests(n=8), sampling)
-    assert [len(group) for group in groups] == [8] * len(PROMPTS)
+    asked = requests(n=8)
+    groups = engine.generate(asked, sampling)
+    assert [len(group) for group in groups] == [8] * len(asked)
     return [
-        dataclasses.asdict(one) | {"expected": expected_logprobs(policy, prompt, one.token_ids, sampling)}
-        for prompt, group in zip(PROMPTS, groups, strict=True)
+        dataclasses.asdict(one) | {"expected": expected_logprobs(policy, request.token_ids, one.token_ids, sampling)}
+        for request, group in zip(asked, groups, strict=True)
         for one in group
     ]
 
@@ -129,6 +127,32 @@ def refusal(call: Any) -> str:
     return "nothing was refused"
 
 
+def head_gaps(head_dtype: str | None, model: Path, run: Path) -> dict[str, float]:
+    """How far vLLM's log-probs in bfloat16 are from those of a policy with each head."""
+    plain, wide = (LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval() for _ in range(2))
+    policies = {"null": Policy(plain, plain, torch.bfloat16), "float32": Policy(widen_head(wide), wide, torch.bfloat16)}
+    job = EngineJob(str(model), "bfloat16", 128, run, seed=0, head_dtype=head_dtype)
+    options, prompts = VllmColocate(), [[5 + i, 6, 7 + i, 8] for i in range(16)]
+    with options.launch(job):
+        context = EngineContext(job, policies[head_dtype or "null"], TOKENIZER, Alone())  # type: ignore[arg-type]
+        engine: Any = options.connect(context)
+        engine.sync(1)
+        groups = engine.generate([Request(prompt, 4, seed=i) for i, prompt in enumerate(prompts)], Sampling(24))
+        engine.close()
+    done = [(prompt, one) for prompt, group in zip(prompts, groups, strict=True) for one in group]
+    found = {}
+    for name, policy in policies.items():
+        pairs = [(policy.score([*prompt, *one.token_ids])[len(prompt) - 1 :], one.logprobs) for prompt, one in done]
+        gaps = [abs(a - b) for pair in pairs for a, b in zip(*pair, strict=True)]
+        found[name] = sum(gaps) / len(gaps)
+    return found
+
+
 if __name__ == "__main__":
-    results = main(Path(sys.argv[1]), Path(sys.argv[2]))
-    Path(sys.argv[3]).write_text(json.dumps(results))
+    what, model, run, results = sys.argv[1:]
+    quiet_libraries()
+    if what == "engine":
+        found = engine_results(Path(model), Path(run))
+    else:
+        found = head_gaps(None if what == "null" else what, Path(model), Path(run))
+    Path(results).write_text(json.dumps(found))

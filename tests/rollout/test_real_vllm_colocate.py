@@ -1,4 +1,4 @@
-"""engine=vllm_colocate with real vLLM: one engine, in a separate process."""
+"""engine=vllm_colocate with real vLLM, in separate processes because vLLM changes global state."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rollout.vllm_tiny import TOKENIZER, build_model
+from transformers import LlamaForCausalLM
 
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Results of `colocate_child`, in a separate process because vLLM changes global state."""
-    folder = tmp_path_factory.mktemp("colocate")
-    model, results = build_model(folder / "model", tied=True), folder / "results.json"
-    command = [sys.executable, "-m", "rollout.colocate_child", str(model), str(folder / "run"), str(results)]
+def child(what: str, model: Path, folder: Path) -> Any:
+    """Results of `colocate_child`."""
+    run, results = folder / f"run_{what}", folder / f"{what}.json"
+    command = [sys.executable, "-m", "rollout.colocate_child", what, str(model), str(run), str(results)]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "2"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    assert (done.stdout, done.stderr) == ("", "")
-    assert "vllm" in (folder / "run" / "logs" / "vllm.log").read_text()
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert "vllm" in (run / "logs" / "vllm.log").read_text()
     return json.loads(results.read_text())
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("colocate")
+    return child("engine", build_model(folder / "model", tied=True), folder)
 
 
 @pytest.mark.parametrize("name", ["plain", "truncated"])
@@ -69,3 +74,18 @@ def test_the_process_state_is_restored_after_every_call(found: Any) -> None:
     assert found["changed by start"] == {}
     assert found["changed by use"] == {}
     assert found["changed in the end"] == {}
+
+
+@pytest.mark.survival
+def test_vllms_logits_are_as_exact_as_the_trainers(tmp_path: Path) -> None:
+    """Only the model's head rounds: its layers add nothing, its weights are exact in bfloat16, its logits large."""
+    model = build_model(tmp_path / "model", tied=False)
+    wide = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in wide.named_parameters():
+            weight.mul_(0 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1)
+            weight.copy_((4 * weight if "lm_head" in name else weight).bfloat16())
+    wide.save_pretrained(model)
+    gaps = {head: child(head, model, tmp_path) for head in ("float32", "null")}
+    assert gaps["float32"]["float32"] < gaps["float32"]["null"] / 5, "the trainer alone rounds"
+    assert gaps["float32"]["float32"] < gaps["null"]["float32"] / 5, "vLLM alone rounds"

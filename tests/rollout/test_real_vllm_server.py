@@ -19,8 +19,18 @@ import httpx
 import pytest
 import torch
 from cli.family import wait_gone
+from cli.running import until
 from rollout.letters import cut, letters
-from rollout.vllm_tiny import VOCABULARY, Alone, TinyPolicy, build_model, expected_logprobs
+from rollout.vllm_tiny import (
+    PROMPTS,
+    VOCABULARY,
+    Alone,
+    TinyPolicy,
+    assert_right,
+    build_model,
+    expected_logprobs,
+    requests,
+)
 
 from grpocli.errors import EngineError
 from grpocli.processes.reaper import descendants
@@ -59,18 +69,9 @@ class Running:
     endpoint: Endpoint
     first_weights: dict[str, torch.Tensor]
 
-    @property
-    def job(self) -> EngineJob:
-        return self.context.job
-
-    def sync_first_weights(self) -> None:
-        self.policy.model.load_state_dict(self.first_weights)
-        self.engine.sync(0)
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with an untied output head."""
     folder = build_model(tmp_path_factory.mktemp("untied") / "model", tied=False)
     TOKENIZER.save_pretrained(folder)
     return folder
@@ -86,7 +87,8 @@ def endpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         command = [sys.executable, "-c", SERVE, str(model), str(port)]
         with subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as server:
             try:
-                wait_for(serve_file(port), server, output)
+                until(lambda: serve_file(port).exists() or server.poll() is not None, 600)
+                assert server.poll() is None, output.read_text()[-2000:]
                 endpoint = Endpoint.load(serve_file(port))
                 started = [pid for pid in descendants() if pid not in before]
                 yield endpoint
@@ -98,13 +100,6 @@ def endpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         assert wait_gone(started, 5) == []
         assert not serve_file(port).exists()
         assert not Path(endpoint.shm_dir).exists()
-
-
-def wait_for(path: Path, server: subprocess.Popen[bytes], output: Path) -> None:
-    """Wait until the server has written the file; engine.start_timeout ends a server that cannot start."""
-    while not path.exists():
-        assert server.poll() is None, output.read_text()[-2000:]
-        time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")
@@ -131,13 +126,6 @@ def running(model: Path, endpoint: Endpoint, tmp_path_factory: pytest.TempPathFa
     assert httpx.get(f"{endpoint.url}/health", trust_env=False).status_code == 200
 
 
-PROMPTS = [[5, 6, 7, 8], [9, 10], [5, 6, 7, 8], [11] * 40]
-
-
-def requests(n: int = 4, seed: int = 0) -> list[Request]:
-    return [Request(prompt, n, seed + i) for i, prompt in enumerate(PROMPTS)]
-
-
 TRUNCATED = Sampling(24, temperature=0.7, top_p=0.9, top_k=20, min_p=0.02)
 
 
@@ -152,8 +140,7 @@ def test_log_probs_equal_those_of_transformers(running: Running, sampling: Sampl
     reasons = set()
     for prompt, group in zip(PROMPTS, completions, strict=True):
         for one in group:
-            expected = expected_logprobs(running.policy, prompt, one.token_ids, sampling)
-            assert one.logprobs == pytest.approx(expected, abs=1e-3)
+            assert_right(running.policy, prompt, one, sampling)
             ended = one.token_ids[-1] == TOKENIZER.eos_token_id
             assert one.finish_reason == ("stop" if ended else "length")
             assert ended or len(one.token_ids) == sampling.max_tokens
@@ -183,8 +170,7 @@ def test_a_sync_brings_the_changed_weights(running: Running, monkeypatch: pytest
         group = running.engine.generate([Request(PROMPTS[3], 2, seed=1)], Sampling(16))[0]
         for one in group:
             assert one.version == version
-            expected = expected_logprobs(running.policy, PROMPTS[3], one.token_ids, Sampling(16))
-            assert one.logprobs == pytest.approx(expected, abs=1e-3)
+            assert_right(running.policy, PROMPTS[3], one, Sampling(16))
         folder = Path(running.endpoint.shm_dir)  # the server's lock and sockets are there too
         assert [path for path in folder.iterdir() if path.is_file() and path.name != LOCK] == []
 
@@ -206,7 +192,7 @@ def test_weights_change_under_running_requests(running: Running, monkeypatch: py
     """Tokens before the sync have the old version, those after it the new one; each has its version's log-prob."""
     monkeypatch.setattr(running.engine._synchronizer, "pause_mode", "keep")  # type: ignore[attr-defined]
     running.engine.sync(100)
-    before = TinyPolicy(Path(running.job.model_path))
+    before = TinyPolicy(Path(running.context.job.model_path))
     before.model.load_state_dict(running.policy.model.state_dict())
     version, deadline = 100, time.monotonic() + 120
     mixed: list[Completion] = []
@@ -254,7 +240,7 @@ def test_every_route_needs_the_key(running: Running) -> None:
 
 
 def test_the_key_is_private(running: Running) -> None:
-    assert run_file(running.job.run_dir).stat().st_mode & 0o777 == 0o600
+    assert run_file(running.context.job.run_dir).stat().st_mode & 0o777 == 0o600
     assert Path(running.endpoint.shm_dir).stat().st_mode & 0o777 == 0o700
     lines = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert "grpocli.rollout.vllm.api_server" in lines
@@ -270,14 +256,17 @@ FREE = Sampling(40)
 @pytest.fixture
 def fresh(running: Running) -> Running:
     """The server with the model's first weights, whatever earlier tests have sent."""
-    running.sync_first_weights()
+    running.policy.model.load_state_dict(running.first_weights)
+    running.engine.sync(0)
     return running
 
 
 @pytest.fixture(scope="module")
 def transformers(running: Running) -> Any:
     """The in-process sampler with the model's first weights."""
-    policy = SimpleNamespace(model=TinyPolicy(Path(running.job.model_path)).model, sampling_mode=torch.inference_mode)
+    policy = SimpleNamespace(
+        model=TinyPolicy(Path(running.context.job.model_path)).model, sampling_mode=torch.inference_mode
+    )
     return Transformers().connect(replace(running.context, policy=policy))  # type: ignore[arg-type]
 
 
@@ -330,7 +319,7 @@ def test_prompts_and_completions_are_sent_as_tokens(name: str, fresh: Running, t
     for one in group:
         text = TOKENIZER.decode(one.token_ids, skip_special_tokens=True)
         changed_by_text += TOKENIZER.encode(text) != [i for i in one.token_ids if i != TOKENIZER.eos_token_id]
-        assert one.logprobs == pytest.approx(expected_logprobs(fresh.policy, prompt, one.token_ids, FREE), abs=1e-3)
+        assert_right(fresh.policy, prompt, one, FREE)
     assert changed_by_text > 12
     reencoded = expected_logprobs(fresh.policy, [AB, AB], group[0].token_ids, FREE)
     assert group[0].logprobs != pytest.approx(reencoded, abs=1e-2), "otherwise another prompt would look the same"

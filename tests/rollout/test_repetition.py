@@ -1,4 +1,5 @@
-"""The repetition penalty equals transformers' penalty and is the same in the sampler and in the trainer."""
+"""Log-probs of the sampler and of the trainer are the model's under the sampling distribution, whose repetition penalty
+is transformers'."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ PROMPTS = [[2, 5, 6], [2, 7, 8, 9, 10, 11], [12, 12]]  # repeated in completions
 PENALISED = Sampling(12, temperature=0.9, repetition_penalty=1.8)
 LIKED = replace(PENALISED, repetition_penalty=0.6)
 CUT = replace(PENALISED, top_p=0.9, top_k=9, min_p=0.01)
+PLAIN = replace(PENALISED, repetition_penalty=1.0)
 
 
 def sampled(model, sampling: Sampling, n: int = 4) -> list[tuple[list[int], Completion]]:
@@ -41,62 +43,56 @@ def slowly(model, prompt: list[int], token_ids: list[int], sampling: Sampling) -
     return torch.stack(logp)
 
 
-def row(prompt: list[int], done: Completion) -> Row:
-    return Row(prompt, done.token_ids, [1] * len(done.token_ids), 1.0, 0, done.logprobs)
+def trained(model, done: list[tuple[list[int], Completion]], sampling: Sampling) -> torch.Tensor:
+    """The trainer's log-probs [B, T] of padded rows."""
+    rows = [Row(prompt, c.token_ids, [1] * len(c.token_ids), 1.0, 0, c.logprobs) for prompt, c in done]
+    micro = MicroBatch.build(rows, torch.device("cpu"))
+    assert (micro.layout.attention_mask == 0).any()
+    return completion_scores(model, micro, sampling, nullcontext()).logp
 
 
-@pytest.mark.parametrize("sampling", [PENALISED, LIKED, CUT])
+@pytest.mark.parametrize("sampling", [PENALISED, LIKED, CUT, PLAIN, replace(CUT, repetition_penalty=1.0)])
 @torch.no_grad()
 def test_sampler_and_trainer_agree_with_transformers(
     little_model, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = sampled(little_model, sampling)
     monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 40 * 7)  # splits within rows
-    micro = MicroBatch.build([row(*pair) for pair in done], torch.device("cpu"))
-    assert (micro.layout.attention_mask == 0).any()
-    logp_BT = completion_scores(little_model, micro, sampling, nullcontext()).logp
-    unpenalised_BT = completion_scores(
-        little_model, micro, replace(sampling, repetition_penalty=1.0), nullcontext()
-    ).logp
+    logp_BT = trained(little_model, done, sampling)
+    unpenalised_BT = trained(little_model, done, replace(sampling, repetition_penalty=1.0))
     for i, (prompt, one) in enumerate(done):
         expected = slowly(little_model, prompt, one.token_ids, sampling)
         torch.testing.assert_close(torch.tensor(one.logprobs), expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(logp_BT[i, : len(expected)], expected, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(logp_BT, unpenalised_BT, atol=1e-2)
+    assert torch.allclose(logp_BT, unpenalised_BT, atol=1e-2) == (sampling.repetition_penalty == 1)
 
 
 @torch.no_grad()
 def test_padding_is_not_penalised(little_model) -> None:
     """The padding token is part of the vocabulary: both rows contain it, and only one has padding."""
-    short = Completion([0, 5], [0.0] * 2, "length", 0)
-    long = Completion([9, 0, 5, 0, 3], [0.0] * 5, "length", 0)
-    rows = [row([6], short), row([6, 7, 8, 9], long)]
-    together = completion_scores(
-        little_model, MicroBatch.build(rows, torch.device("cpu")), PENALISED, nullcontext()
-    ).logp
-    for i, (prompt, done) in enumerate([([6], short), ([6, 7, 8, 9], long)]):
-        expected = slowly(little_model, prompt, done.token_ids, PENALISED)
+    ids = {(6,): [0, 5], (6, 7, 8, 9): [9, 0, 5, 0, 3]}
+    done = [(list(prompt), Completion(said, [0.0] * len(said), "length", 0)) for prompt, said in ids.items()]
+    together = trained(little_model, done, PENALISED)
+    for i, (prompt, one) in enumerate(done):
+        expected = slowly(little_model, prompt, one.token_ids, PENALISED)
         torch.testing.assert_close(together[i, : len(expected)], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_gradient_flows_through_the_penalty(little_model) -> None:
     done = sampled(little_model, PENALISED, n=1)
     weight = little_model.model.layers[0].mlp.down_proj.weight
-    micro = MicroBatch.build([row(*pair) for pair in done], torch.device("cpu"))
-    logp_BT = completion_scores(little_model, micro, PENALISED, nullcontext()).logp
+    logp_BT = trained(little_model, done, PENALISED)
     loss = sum(logp_BT[i, : len(c.token_ids)].sum() for i, (_, c) in enumerate(done))
     expected = sum(slowly(little_model, p, c.token_ids, PENALISED).sum() for p, c in done)
-    torch.testing.assert_close(
-        torch.autograd.grad(loss, weight)[0], torch.autograd.grad(expected, weight)[0], rtol=1e-3, atol=1e-3
-    )
+    gradients = [torch.autograd.grad(one, weight)[0] for one in (loss, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
 
 
 @torch.no_grad()
 def test_greedy_takes_the_likeliest_token_after_the_penalty(little_model) -> None:
     greedy = replace(PENALISED, temperature=0.0, repetition_penalty=5.0)
     processor = RepetitionPenaltyLogitsProcessor(5.0)
-    plain = sampled(little_model, replace(greedy, repetition_penalty=1.0), n=1)
-    penalised = sampled(little_model, greedy, n=1)
+    plain, penalised = (sampled(little_model, one, n=1) for one in (replace(greedy, repetition_penalty=1.0), greedy))
     for prompt, done in penalised:
         ids = list(prompt)
         for token in done.token_ids:

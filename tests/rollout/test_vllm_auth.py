@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -54,9 +56,7 @@ def test_http_without_the_key_is_401(headers: list[tuple[bytes, bytes]]) -> None
     assert KEY.encode() not in body["body"]
 
 
-@pytest.mark.parametrize(
-    "headers", [bearer(KEY), bearer(KEY, "bearer"), [(b"Authorization", f"Bearer {KEY}".encode())]]
-)
+@pytest.mark.parametrize("headers", [bearer(KEY), bearer(KEY, "bearer"), [(b"Authorization", bearer(KEY)[0][1])]])
 def test_the_right_key_is_accepted(headers: list[tuple[bytes, bytes]]) -> None:
     assert ask("http", "/update_weights", headers, "POST") == [{"type": "reached"}]
     assert ask("websocket", "/v1/realtime", headers) == [{"type": "reached"}]
@@ -73,16 +73,19 @@ def test_without_a_key_no_server_starts(monkeypatch: pytest.MonkeyPatch, value: 
 
 
 TRICKY = [
+    *("/update_weights", "/metrics", "/health/../update_weights", "/health//", "//health", "/./health"),
     *(
-        "/update_weights",
-        "/health/../update_weights",
-        "/health//",
-        "//health",
-        "/./health",
         "/health/inner",
-        "/metrics",
+        "/health;x",
+        "/health?x",
+        "/health%2f",
+        "/Health",
+        "/health ",
+        "/health\x00",
+        "",
+        "http://x/health",
+        "/x/health",
     ),
-    *("/health;x", "/health?x", "/health%2f", "/Health", "/health ", "/health\x00", "", "http://x/health", "/x/health"),
 ]
 
 
@@ -98,17 +101,11 @@ def test_no_path_or_method_bypasses_the_key() -> None:
 
 def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """`secrets.compare_digest` compares digests of one length, whatever the length of the sent key."""
-    compared: list[tuple[bytes, bytes]] = []
-
-    def compare(a: bytes, b: bytes) -> bool:
-        compared.append((a, b))
-        return a == b
-
+    compare = Mock(side_effect=secrets.compare_digest)
     monkeypatch.setattr("grpocli.rollout.vllm.api_server.secrets.compare_digest", compare)
     for key in ("", "x", KEY, KEY * 100):
         ask("http", "/pause", bearer(key), "POST")
-    assert len(compared) == 4
-    assert {len(one) for pair in compared for one in pair} == {32}
+    assert [[len(one) for one in call.args] for call in compare.call_args_list] == [[32, 32]] * 4
 
 
 def test_a_key_file_is_private_from_its_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

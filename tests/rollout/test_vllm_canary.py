@@ -17,14 +17,11 @@ from grpocli.rollout.vllm.lora import ATTEMPTS, LEAST, AdapterSync, adapter_kind
 from grpocli.rollout.vllm.weight_sync import mean, probe_prompt
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model(tmp_path_factory.mktemp("model"), tied=request.param)
-
-
-@pytest.fixture
-def policy(folder: Path) -> TinyPolicy:
-    return TinyPolicy(folder)
+@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+def policy(request: pytest.FixtureRequest, tmp_path: Path) -> TinyPolicy:
+    made = TinyPolicy(build_model(tmp_path, tied=request.param))
+    attach(made.model, Lora(rank=3, alpha=7.5), seed=0)
+    return made
 
 
 def copies(policy: TinyPolicy) -> dict[str, torch.Tensor]:
@@ -36,7 +33,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def test_an_adapters_canary_moves_the_probe_and_is_undone(policy: TinyPolicy) -> None:
-    attach(policy.model, Lora(rank=3, alpha=7.5), seed=0)
     before, probe = copies(policy), probe_prompt(96)
     start = policy.score(probe)
     kinds = adapter_kinds(policy)  # type: ignore[arg-type]
@@ -69,7 +65,6 @@ def adapter_sync(
 
 def test_an_adapter_is_refused_only_after_several_attempts(policy: TinyPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 one random adapter in twenty moves a trained model's log-probs far by rounding alone."""
-    attach(policy.model, Lora(rank=3, alpha=7.5), seed=0)
     before = copies(policy)
     sync, server, tried = adapter_sync(policy, lambda kind, time: time >= 2 or kind != "k_proj", monkeypatch)
     sync._send_canaries([server])

@@ -10,10 +10,10 @@ import torch
 from grpocli.rollout.vllm.api_server import PRIVATE_FOLDER_VARIABLE
 from grpocli.rollout.vllm.plugin import register
 
+pytestmark = pytest.mark.vllm
 SECONDS = 0.4
 
 
-@pytest.mark.vllm
 def test_a_waiting_reader_leaves_the_core_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.device_communicators import shm_broadcast  # slow import, so only here
 
@@ -27,7 +27,6 @@ def test_a_waiting_reader_leaves_the_core_to_others(monkeypatch: pytest.MonkeyPa
     assert time.process_time() - held < SECONDS / 2
 
 
-@pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("own", [True, False])
 def test_only_our_own_servers_leave_out_ranks(monkeypatch: pytest.MonkeyPatch, own: bool) -> None:
@@ -38,10 +37,9 @@ def test_only_our_own_servers_leave_out_ranks(monkeypatch: pytest.MonkeyPatch, o
     count = sampler.batched_count_greater_than
     monkeypatch.setattr(sampler, "batched_count_greater_than", count)  # restored after the test
     monkeypatch.setattr(shm_broadcast, "sched_yield", shm_broadcast.sched_yield)
+    monkeypatch.delenv(PRIVATE_FOLDER_VARIABLE, raising=False)
     if own:
         monkeypatch.setenv(PRIVATE_FOLDER_VARIABLE, "/nowhere")
-    else:
-        monkeypatch.delenv(PRIVATE_FOLDER_VARIABLE, raising=False)
     register()
     assert (sampler.batched_count_greater_than is count) is not own
     if own:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from cli.running import until
 from rollout.vllm_tiny import build_model
 
 from grpocli.composition.compose import compose
@@ -82,9 +83,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_folder: Path) ->
 
 def when_it_serves(config: Serve, act: Callable[[], object]) -> threading.Thread:
     def wait() -> None:
-        deadline = time.monotonic() + 30
-        while not serve_file(config.port).exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until(serve_file(config.port).exists, 30)
         act()
 
     thread = threading.Thread(target=wait)
@@ -97,15 +96,13 @@ def when_it_serves(config: Serve, act: Callable[[], object]) -> threading.Thread
 def test_a_signal_ends_it_and_only_its_log_is_left(
     fake: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
-    left: list[Endpoint] = []
+    left: list[tuple[Endpoint, int]] = []
 
     def act() -> None:
-        left.append(Endpoint.load(serve_file(fake.port)))
-        left_mode.append(serve_file(fake.port).stat().st_mode & 0o777)
+        left.append((Endpoint.load(serve_file(fake.port)), serve_file(fake.port).stat().st_mode & 0o777))
         time.sleep(0.3)
         signal.raise_signal(number)
 
-    left_mode: list[int] = []
     thread = when_it_serves(fake, act)
     assert serve(fake, str(build_model(tmp_path / "m", tied=True)), "float32") == 0
     thread.join()
@@ -113,10 +110,11 @@ def test_a_signal_ends_it_and_only_its_log_is_left(
     assert "starting up" not in said, "vLLM's log belongs in its file"
     assert str(serve_file(fake.port).with_suffix(".log")) in said
     assert f"engine.base_url=http://127.0.0.1:{fake.port}" in said
-    assert left[0].api_key not in said
-    assert left_mode == [0o600]
+    ((endpoint, mode),) = left
+    assert endpoint.api_key not in said
+    assert mode == 0o600
     assert [path.suffix for path in serve_file(fake.port).parent.iterdir()] == [".log"]
-    assert not Path(left[0].shm_dir).exists()
+    assert not Path(endpoint.shm_dir).exists()
 
 
 @pytest.mark.processes
@@ -137,14 +135,13 @@ def test_a_dead_servers_cause_is_reported(fake: Serve, tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_a_busy_port_is_reported_and_its_server_keeps_running(fake: Serve, tmp_path: Path) -> None:
     """The server on that port keeps its key and its log."""
-    model = str(build_model(tmp_path / "m", tied=True))
+    model, passed = str(build_model(tmp_path / "m", tied=True)), list[bool]()
+    said = rf"^port={fake.port}: cannot listen there on 127\.0\.0\.1 \(.*in use"
 
     def act() -> None:
         before = serve_file(fake.port).read_text()
         try:
-            with pytest.raises(
-                ConfigError, match=rf"^port={fake.port}: cannot listen there on 127\.0\.0\.1 \(.*in use"
-            ):
+            with pytest.raises(ConfigError, match=said):
                 serve(fake, model, "float32")
             assert serve_file(fake.port).read_text() == before
             assert "starting up" in serve_file(fake.port).with_suffix(".log").read_text()
@@ -152,7 +149,6 @@ def test_a_busy_port_is_reported_and_its_server_keeps_running(fake: Serve, tmp_p
         finally:
             signal.raise_signal(signal.SIGINT)
 
-    passed: list[bool] = []
     thread = when_it_serves(fake, act)
     assert serve(fake, model, "float32") == 0
     thread.join()

@@ -10,6 +10,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
 from cli.running import until
@@ -79,7 +81,6 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of the supervisor."""
     made = Clock()
     monkeypatch.setattr(supervisor, "time", made)
     return made
@@ -90,18 +91,25 @@ def told(run_dir: Path) -> Endpoint:
 
 
 @pytest.mark.processes
-def test_a_server_that_exits_is_restarted_until_restarts_are_used_up(tmp_path: Path) -> None:
-    starts = Starts(2)
+@pytest.mark.parametrize(
+    ("broken", "generations", "said"),
+    [((2,), (0, 1, 3), "vLLM server 0 ended with exit code"), ((1, 3), (0, 2), "start 3 failed")],
+)
+def test_a_server_that_exits_is_restarted_until_restarts_are_used_up(
+    tmp_path: Path, broken: tuple[int, ...], generations: tuple[int, ...], said: str
+) -> None:
+    """A failed start counts."""
+    starts = Starts(*broken)
     with watched(tmp_path, starts, max_restarts=3):
-        for generation in (0, 1, 3):  # a failed start counts
+        for generation in generations:
             until(lambda generation=generation: told(tmp_path).generation == generation)  # type: ignore[misc]
             assert told(tmp_path).url.endswith(f":{generation}")
             assert told(tmp_path).gone is None
             starts.running[-1].terminate()
         until(lambda: told(tmp_path).gone is not None)
-        assert "vLLM server 0 ended with exit code" in str(told(tmp_path).gone)
+        assert said in str(told(tmp_path).gone)
         assert "started again 3 times (engine.max_restarts=3)" in str(told(tmp_path).gone)
-    assert len(starts.running) == 3
+    assert len(starts.running) == len(generations)
 
 
 @pytest.mark.processes
@@ -154,19 +162,15 @@ def test_an_external_server_that_comes_back_is_found(
     assert 1 <= clock.now < 3
 
 
-@contextlib.contextmanager
-def serving_stand_in(spec: object, options: object, log: Path, over: threading.Event, **_: object) -> Iterator[object]:
-    """The second server cannot start; the others start until `over` is set."""
-    if log.stem == "vllm_1":
-        raise ConfigError("the second")
-    assert over.wait(60), "the other starts were not cancelled"
-    raise EngineError("not wanted any more")
-    yield
-
-
 @pytest.mark.processes
 def test_a_failed_start_cancels_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "serving", serving_stand_in)
+    def serving(spec: object, options: object, log: Path, over: threading.Event, **_: object) -> NoReturn:
+        if log.stem == "vllm_1":
+            raise ConfigError("the second")
+        assert over.wait(60), "the other starts were not cancelled"
+        raise EngineError("not wanted any more")
+
+    monkeypatch.setattr(supervisor, "serving", serving)
     with pytest.raises(ConfigError, match="the second"), supervisor.launch(Vllm(replicas=3), job_in(tmp_path)):
         pass
     assert run_files(tmp_path) == []
@@ -210,10 +214,7 @@ def test_files_of_a_killed_run_are_ignored(tmp_path: Path, monkeypatch: pytest.M
 def test_a_run_that_is_asked_to_stop_does_not_wait_for_servers(
     tmp_path: Path, url: str | None, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    def look(asked: Vllm, url: str, job: EngineJob) -> Endpoint:
-        raise ConfigError("no vLLM server answers there")
-
-    monkeypatch.setattr(supervisor, "external_server", look)
+    monkeypatch.setattr(supervisor, "external_server", Mock(side_effect=ConfigError("no vLLM server answers there")))
     before = Endpoint("http://a:1", "key", "/x")
     before.save(run_file(tmp_path))
     asked = threading.Event()
@@ -221,14 +222,3 @@ def test_a_run_that_is_asked_to_stop_does_not_wait_for_servers(
     with pytest.raises(EngineGone, match=r"^it is gone; the run was asked to stop"):
         reconnect(Vllm(base_url=url), job_in(tmp_path), asked.is_set, {0: (before, "it is gone")})
     assert clock.now == supervisor.POLL
-
-
-@pytest.mark.processes
-def test_a_failed_start_counts_as_a_restart(tmp_path: Path) -> None:
-    starts = Starts(1, 3)
-    with watched(tmp_path, starts, max_restarts=3):
-        starts.running[0].terminate()
-        until(lambda: told(tmp_path).generation == 2)
-        starts.running[1].terminate()
-        until(lambda: told(tmp_path).gone is not None)
-        assert "start 3 failed" in str(told(tmp_path).gone)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -15,27 +16,29 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from grpocli.rollout.sampling import first_occurrence, sampling_logits
-from grpocli.types import Sampling
+from grpocli.types import Completion, Request, Sampling
 
 VOCABULARY = 96
+PROMPTS = [[5, 6, 7, 8], [9, 10], [5, 6, 7, 8], [11] * 40]
+
+
+def requests(n: int = 4, seed: int = 0) -> list[Request]:
+    return [Request(prompt, n, seed + i) for i, prompt in enumerate(PROMPTS)]
 
 
 def build_model(folder: Path, *, tied: bool, seed: int = 0) -> Path:
     """A random Llama whose logits differ clearly, with a tokenizer of words w0 ... and the end token 1."""
     torch.manual_seed(seed)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}  # of size 32, the smallest of vLLM on a CPU
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 64}  # of 32, vLLM's smallest on a CPU
+    sizes = {"vocab_size": VOCABULARY, "intermediate_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 256}
     tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-    config = LlamaConfig(
-        **sizes, **heads, **tokens, max_position_embeddings=256, tie_word_embeddings=tied, initializer_range=0.3
-    )
+    config = LlamaConfig(**sizes, **heads, **tokens, tie_word_embeddings=tied, initializer_range=0.3)
     LlamaForCausalLM(config).save_pretrained(folder)
     words = {"<s>": 0, "</s>": 1} | {f"w{i}": i for i in range(2, VOCABULARY)}
     core = Tokenizer(WordLevel(words, unk_token="w2"))
     core.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="w2").save_pretrained(
-        folder
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="w2")
+    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -117,3 +120,8 @@ def expected_logprobs(policy: TinyPolicy, prompt: list[int], token_ids: list[int
     picked = torch.tensor(token_ids)
     logp_TV = sampling_logits(logits_TV, sampling, keep_N=picked, seen_NV=seen_TV).log_softmax(-1)
     return logp_TV.gather(1, picked[:, None])[:, 0].tolist()
+
+
+def assert_right(policy: TinyPolicy, prompt: list[int], one: Completion, sampling: Sampling) -> None:
+    """A completion's log-probs are those of transformers."""
+    assert one.logprobs == pytest.approx(expected_logprobs(policy, prompt, one.token_ids, sampling), abs=1e-3)

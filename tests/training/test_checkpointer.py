@@ -22,8 +22,7 @@ from grpocli.training.checkpoint import Checkpointer
 
 def saver(whole: bool = True) -> Checkpointer:
     world: Any = SimpleNamespace(channel=lambda: nullcontext, parallel=SimpleNamespace(replicated=whole))
-    none: Any = None
-    return Checkpointer(none, 0, none, world)
+    return Checkpointer(cast("Any", None), 0, cast("Any", None), world)
 
 
 def broken() -> None:
@@ -36,9 +35,8 @@ RUN = ["train", *SMALL, "train.steps=3", "checkpoint.every=1", "eval.problems=0"
 
 
 def test_sharded_weights_are_written_in_the_callers_thread() -> None:
-    here, none = [], cast("Any", None)
-    world: Any = SimpleNamespace(channel=lambda: nullcontext, parallel=SimpleNamespace(replicated=False))
-    Checkpointer(none, 0, none, world).start(lambda: here.append(threading.current_thread()))
+    here: list[threading.Thread] = []
+    saver(whole=False).start(lambda: here.append(threading.current_thread()))
     assert here == [threading.current_thread()]
 
 
@@ -109,13 +107,10 @@ def test_a_process_that_abandons_a_checkpoint_exits_without_an_abort() -> None:
     """Python's finalization aborts a process whose daemon thread runs C++ code."""
     code = """
 import threading
-from contextlib import nullcontext
-from types import SimpleNamespace
 import torch
+from training.test_checkpointer import saver
 from grpocli.processes.threads import end_process
-from grpocli.training.checkpoint import Checkpointer
-world = SimpleNamespace(channel=lambda: nullcontext, parallel=SimpleNamespace(replicated=True))
-one = Checkpointer(None, 0, None, world)
+one = saver()
 begun = threading.Event()
 def work():
     begun.set()
@@ -127,6 +122,7 @@ one.close(wait=False)
 print("ended")
 end_process(1)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT)
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=WAIT)
     assert (done.returncode, done.stdout) == (1, "ended\n"), done.stderr
     assert "Fatal Python error" not in done.stderr

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from little import SHAPE
 from models.architectures import architecture
 from torch.nn.attention import flex_attention as torchs
-from training.test_packing import GROUPS, rows_of
-from transformers import LlamaConfig, LlamaForCausalLM
+from training.test_packing import GROUPS, flex_attention_as_on_a_gpu, fresh, rows_of
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.distributed.world import World
-from grpocli.models import flex_attention
 from grpocli.models.loading import checkpoint_activations
 from grpocli.models.lora import Lora, attach
 from grpocli.training import trials
@@ -40,7 +36,7 @@ def graphs() -> Iterator[Any]:
 
 def a_policy(kind: str) -> tuple[Policy, Reference]:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    model = fresh()
     initial = copy.deepcopy(model)
     if "lora" in kind:
         model = attach(model, Lora(rank=4), seed=0)
@@ -80,11 +76,8 @@ def test_compiled_layers_give_the_same_and_are_compiled_once(
     kind: str, backend: str, expected_graphs: int | None, world: World, graphs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trials, "COMPILE_OPTIONS", trials.COMPILE_OPTIONS | {"backend": backend})
-    if "flex" in kind:  # in its unfused form, which has a backward pass on a CPU
-        monkeypatch.setattr(torchs, "_validate_device", lambda *_: None)
-        monkeypatch.setattr(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-        monkeypatch.setattr(flex_attention, "_kernel", lambda: torchs.flex_attention)
-        monkeypatch.setattr(Packed, "build", classmethod(partial(Packed.build.__func__, on_cpu=False)))  # type: ignore[attr-defined]
+    if "flex" in kind:
+        flex_attention_as_on_a_gpu(torchs.flex_attention, monkeypatch)
     policy, reference = a_policy(kind)
     sizes = [rows_of(groups)[:n] for groups in (GROUPS["ragged"], GROUPS["about one length"]) for n in (2, 3, 5)]
     sizes.append([Row([3, 4, 5], [7] * n, [1] * n, 1.0, 0, [0.0] * n) for n in (100, 300, 40)])

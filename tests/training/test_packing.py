@@ -9,6 +9,7 @@ from functools import cache, partial
 from subprocess import CalledProcessError
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,20 +20,7 @@ from torch.nn.attention import flex_attention as torchs
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from training.updating import train_step
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpocli.algorithm.metrics import EXTREMES, MEANS_OVER_COMPUTED
 from grpocli.config.schema import Train
@@ -51,11 +39,7 @@ from grpocli.types import Row, Sampling
 GPT2: dict[str, Any] = {"vocab_size": 40, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128} | {
     f"{place}_pdrop": 0.0 for place in ("attn", "resid", "embd")
 }
-MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, **ENDS)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, **ENDS)),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2, **ENDS)),
-}
+OPTIONS: dict[str, dict[str, Any]] = {"gpt2": GPT2, "granite": {"logits_scaling": 8.0}, "gemma2": {"head_dim": 8}}
 ALGORITHMS = {
     "grpo": ("algorithm=grpo",),
     "no kl": ("algorithm=grpo", "algorithm/kl=none"),
@@ -75,10 +59,16 @@ GROUPS = {
 }
 
 
+def fresh(kind: str = "llama", **options: Any) -> Any:
+    """A little model of a type that transformers knows, with random weights."""
+    sizes = ({} if kind == "gpt2" else SHAPE) | ENDS | OPTIONS.get(kind, {}) | options
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+
+
 @cache
 def model_of(name: str = "llama") -> Any:
     torch.manual_seed(0)
-    made = MODELS[name]()
+    made = fresh(name)
     for parameter in made.parameters():
         parameter.data *= 3.0  # far from uniform
     return made
@@ -168,13 +158,8 @@ def test_savings_change_nothing(world, name: str, algorithm: str, groups: str, m
     windows = {"micro_batch_tokens": 22, "minibatches": 2}
     plain = updated(model, world, rows, overrides, packed=False, skips=False, at_head=False, **windows)
     skipped = 0
-    for packed, skips, at_head in (
-        (True, False, False),
-        (False, False, True),
-        (False, True, False),
-        (True, True, True),
-    ):
-        one = updated(model, world, rows, overrides, packed, skips, at_head, **windows)
+    for savings in ((True, False, False), (False, False, True), (False, True, False), (True, True, True)):
+        one = updated(model, world, rows, overrides, *savings, **windows)
         torch.testing.assert_close(one.weights, plain.weights, rtol=0, atol=1e-5)
         assert_same_gradients(one, plain)
         assert one.metrics["loss"] == pytest.approx(plain.metrics["loss"], rel=1e-5, abs=1e-6)
@@ -204,16 +189,14 @@ def test_a_longer_row_makes_the_other_micro_batches_no_less_even(layout: type[Pa
 def test_the_gpu_attention_gives_the_same_update(world, name: str, groups: str, monkeypatch) -> None:
     """On a GPU keys are repeated for the heads that share them where there is a mask."""
     monkeypatch.setattr(attention, "MIN_TOKENS", 8)
-    rows, calls, model = rows_of(GROUPS[groups]), [], model_of(name)
+    rows, model = rows_of(GROUPS[groups]), model_of(name)
     plain = updated(model, world, rows, ALGORITHMS["grpo"], packed=False, skips=False)
     monkeypatch.setattr(Packed, "build", partial(Packed.build, on_cpu=False))
-    monkeypatch.setattr(
-        attention,
-        "gpu_sdpa",
-        lambda *args, real=attention.gpu_sdpa, **others: calls.append(args) or real(*args, **others),
-    )
+    sdpa = Mock(side_effect=attention.gpu_sdpa)
+    monkeypatch.setattr(attention, "gpu_sdpa", sdpa)
     assert_same_gradients(updated(model, world, rows, ALGORITHMS["grpo"], packed=True, skips=True), plain)
-    assert {None if args[3] is None else args[3].dtype for args in calls} == {None, torch.float32}
+    masks = [call.args[3] for call in sdpa.call_args_list]
+    assert {None if mask is None else mask.dtype for mask in masks} == {None, torch.float32}
 
 
 @pytest.mark.parametrize(("name", "groups"), [("llama", "ragged"), ("gpt2", "about one length")])
@@ -240,21 +223,13 @@ def test_a_mean_over_micro_batches_counts_every_row(world, masked: bool) -> None
     assert one.metrics["tokens/skipped"] == 0
 
 
-SCALED = {
-    "granite": lambda: GraniteForCausalLM(GraniteConfig(**SHAPE, **ENDS, logits_scaling=8.0)),
-    "cohere": lambda: CohereForCausalLM(CohereConfig(**SHAPE, **ENDS)),
-    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, **ENDS, head_dim=8)),
-}
-
-
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("name", ["granite", "cohere", "gemma2"])
 def test_a_model_that_scales_or_caps_its_logits_computes_all_logits(world, name: str) -> None:
     """In bfloat16, too: the check is exact, where log-probs would be too coarse to compare."""
     torch.manual_seed(0)
-    coarse, plain = SCALED[name]().bfloat16(), MODELS["llama"]().bfloat16()
+    coarse, plain, scaled = fresh(name).bfloat16(), fresh().bfloat16(), fresh(name)
     assert not find_head(Policy(coarse, coarse, torch.bfloat16, world.parallel), world)
     assert find_head(Policy(plain, plain, torch.bfloat16, world.parallel), world)
-    scaled = SCALED[name]()
     policy = Policy(scaled, scaled, torch.float32, world.parallel)
     assert not find_head(policy, world)
     pack(policy, None, world)
@@ -282,12 +257,12 @@ def test_a_wrong_attention_is_detected_in_an_untrained_model(
     world, monkeypatch: pytest.MonkeyPatch, wrong: Any, dtype: torch.dtype
 ) -> None:
     """Its log-probs are nearly the same for any attention."""
-    fresh = MODELS["llama"]().to(dtype)
-    policy = Policy(fresh, fresh, dtype, world.parallel)
+    model = fresh().to(dtype)
+    policy = Policy(model, model, dtype, world.parallel)
     assert pack(policy, None, world)
     monkeypatch.setattr(attention, "_attend", wrong)
     assert not pack(policy, None, world)
-    assert fresh.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_token_metrics_are_means_over_computed_tokens(world) -> None:
@@ -307,7 +282,7 @@ def test_gradients_repeat_to_the_bit(at_head: bool, request: pytest.FixtureReque
     request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     torch.set_num_threads(2)
     torch.manual_seed(0)
-    large = LlamaForCausalLM(LlamaConfig(**SHAPE | {"hidden_size": 96, "intermediate_size": 192}, **ENDS))
+    large = fresh(hidden_size=96, intermediate_size=192)
     policy = Policy(large, large, torch.float32)
     assert pack(policy, None)
     policy.at_head = at_head
@@ -322,9 +297,7 @@ def test_gradients_repeat_to_the_bit(at_head: bool, request: pytest.FixtureReque
     assert all(one.equal(found[0]) for one in found)
 
 
-@pytest.mark.parametrize(
-    "sampling", [Sampling(1, temperature=0.7), Sampling(1, temperature=0.0), Sampling(1, top_p=0.9, top_k=20)]
-)
+@pytest.mark.parametrize("sampling", [Sampling(1, 0.7), Sampling(1, 0.0), Sampling(1, top_p=0.9, top_k=20)])
 def test_log_probs_at_the_head_equal_those_of_logits(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, numbers in (("LOGITS_AT_ONCE", 40 * 5), ("IN_CACHE", 16 * 5), ("COLUMNS", 16)):  # with remainders
         monkeypatch.setattr(logprobs, name, numbers)
@@ -361,7 +334,7 @@ def test_logits_of_all_tokens_are_never_in_memory(
     vocabulary, tokens = 5000, 200
     for name, numbers in (("LOGITS_AT_ONCE", 10 * vocabulary), ("COLUMNS", vocabulary // 25)):
         monkeypatch.setattr(logprobs, name, numbers)
-    wide = LlamaForCausalLM(LlamaConfig(**(SHAPE | {"vocab_size": vocabulary}), **ENDS))
+    wide = fresh(vocab_size=vocabulary)
     policy = Policy(wide, wide, torch.float32)
     assert pack(policy, None)
     row = Row([3, 4], [5] * tokens, [1] * tokens, 1.0, 0, [-3.0] * tokens)
@@ -373,8 +346,7 @@ def test_logits_of_all_tokens_are_never_in_memory(
 
 def test_only_a_sliding_window_longer_than_every_row_is_packed() -> None:
     """Packed attention has no sliding windows."""
-    config = Qwen2Config(**SHAPE, **ENDS, use_sliding_window=True, sliding_window=80, max_window_layers=0)
-    sliding = Qwen2ForCausalLM(config)
+    sliding = fresh("qwen2", use_sliding_window=True, sliding_window=80, max_window_layers=0)
     policy = Policy(sliding, sliding, torch.float32)
     assert not pack(policy, None, longest=81)
     assert policy.layout(Sampling(1)) is Padded
@@ -393,14 +365,21 @@ def test_padded_rows_have_the_masks_that_transformers_makes(
     sliding: bool, lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit, though transformers is not left to ask whether the mask hides a token."""
-    config = Qwen2Config(**SHAPE, **ENDS, use_sliding_window=sliding, sliding_window=4, max_window_layers=0)
-    plain = Qwen2ForCausalLM(config)
+    plain = fresh("qwen2", use_sliding_window=sliding, sliding_window=4, max_window_layers=0)
     rows = [Row([3, 4, 5], [6] * n, [1] * n, 1.0, k, [-3.0] * n) for k, n in enumerate(lengths)]
     found = []
     for block in (attention.masks_without_waiting, lambda _: nullcontext()):
         monkeypatch.setattr(packing, "masks_without_waiting", block)
         found.append(packing.Padded.build(rows, torch.device("cpu")).forward(plain))
     assert torch.equal(*found)
+
+
+def flex_attention_as_on_a_gpu(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its unfused form, which has a backward pass on a CPU."""
+    monkeypatch.setattr(torchs, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(flex_attention, "_kernel", lambda: kernel)
+    monkeypatch.setattr(Packed, "build", classmethod(partial(Packed.build.__func__, on_cpu=False)))  # type: ignore[attr-defined]
 
 
 def run_with_flex(attention: str | None) -> Any:
@@ -425,11 +404,8 @@ def test_attention_is_sdpas_where_the_default_kernel_is_wrong(
     world, kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU; in an untrained model, whose log-probs hardly depend on attention."""
-    monkeypatch.setattr(torchs, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr(flex_attention, "_kernel", lambda: kernel)
-    monkeypatch.setattr(Packed, "build", classmethod(partial(Packed.build.__func__, on_cpu=False)))
-    policy = Policy(model := LlamaForCausalLM(LlamaConfig(**SHAPE, **ENDS)), model, torch.bfloat16, world.parallel)
+    flex_attention_as_on_a_gpu(kernel, monkeypatch)
+    policy = Policy(model := fresh(), model, torch.bfloat16, world.parallel)
     policy.packed = FlexPacked
     notes = list(choose_layout(run_with_flex(attention=None), world, policy, None))
     assert policy.packs
@@ -443,7 +419,7 @@ def test_attention_is_sdpas_where_the_default_kernel_is_wrong(
 
 def test_filler_fits_any_model(world) -> None:
     """This includes a model with fewer positions than filler tokens."""
-    short = GPT2LMHeadModel(GPT2Config(**(GPT2 | {"n_positions": 24}), **ENDS))
+    short = fresh("gpt2", n_positions=24)
     policy = Policy(short, short, torch.float32, world.parallel)
     policy.packs = attention.enable(short, 24)
     rows = [Row([3 + k % 30, 4], [5] * 17, [1] * 17, 1.0, k, [-3.0] * 17) for k in range(54)]
