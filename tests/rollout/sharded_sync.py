@@ -28,17 +28,13 @@ class Replica(Server):
 
     model: Any
 
+    @torch.no_grad()
     def score(self, token_ids: list[int], first: bool) -> list[float]:
         super().score(token_ids, first)
-        return self._scored(token_ids)
-
-    @torch.no_grad()
-    def _scored(self, token_ids: list[int]) -> list[float]:
         self.model.load_state_dict(self.loaded, strict=False)
         ids = torch.tensor([token_ids])
         logp_LV = self.model(ids).logits[0, :-1].float().log_softmax(-1)
-        logp: list[float] = logp_LV.gather(1, ids[0, 1:, None])[:, 0].tolist()
-        return logp
+        return logp_LV.gather(1, ids[0, 1:, None])[:, 0].tolist()
 
 
 def main(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A stand-in for a vLLM server with scripted answers."""
+"""Stand-ins for a vLLM server: one with scripted answers, and a program."""
 
 from __future__ import annotations
 
@@ -11,6 +11,24 @@ from typing import Any
 from grpocli.rollout.vllm.client import ServerClient
 from grpocli.rollout.vllm.server_files import Endpoint
 
+PROGRAM = """
+import os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+port, key, dies = sys.argv[1:]  # the request after the file `dies` appears ends it
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" or f"Bearer {key}" in str(self.headers) else 401)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+        if os.path.exists(dies):
+            print("ValueError: the engine is dead", flush=True)
+            os._exit(5)
+    def log_message(self, *_): pass
+print("starting up", flush=True)
+HTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
+"""
 Answer = Callable[[str, Any], tuple[int, Any]]
 
 

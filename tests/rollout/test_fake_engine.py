@@ -28,12 +28,9 @@ def policy() -> Policy:
 
 
 def requests(n: int = 4, count: int = 3) -> list[Request]:
-    found = []
-    for i in range(count):
-        text = f"{i}+{i}="
-        prompt = Prompt(str(i), TOKENIZER(text).input_ids, text, {"answer": 2 * i})
-        found.append(Request(prompt.token_ids, n, seed=i, prompt=prompt))
-    return found
+    texts = [f"{i}+{i}=" for i in range(count)]
+    prompts = [Prompt(str(i), TOKENIZER(text).input_ids, text, {"answer": 2 * i}) for i, text in enumerate(texts)]
+    return [Request(prompt.token_ids, n, seed=i, prompt=prompt) for i, prompt in enumerate(prompts)]
 
 
 def said(part: Fake, policy: Policy, sampling: Sampling = SAMPLING, n: int = 4) -> list[list[str]]:
@@ -65,11 +62,10 @@ def test_a_completion_ends_at_a_stop_string_its_limit_or_an_end_token(policy: Po
         assert len(one.logprobs) == len(one.token_ids)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [SAMPLING, Sampling(20, temperature=0.7, top_p=0.5, top_k=3, min_p=0.1), Sampling(20, repetition_penalty=1.5)],
-    ids=["plain", "truncated", "penalised"],
-)
+TRUNCATED = Sampling(20, temperature=0.7, top_p=0.5, top_k=3, min_p=0.1)
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, TRUNCATED, replace(SAMPLING, repetition_penalty=1.5)])
 @torch.no_grad()
 def test_log_probs_are_the_trainers(policy: Policy, sampling: Sampling) -> None:
     asked = requests()

@@ -196,9 +196,7 @@ def test_a_corrupted_adapter_is_refused(running: Running, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("part", ["", "down_proj"], ids=["no module", "no down_proj"])
-def test_an_adapter_that_is_bound_to_nothing_is_found_by_the_canary(
-    running: Running, monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
+def test_an_adapter_that_is_bound_to_nothing_is_found_by_the_canary(running: Running, monkeypatch, part: str) -> None:
     """While B is 0 the probe cannot see it."""
 
     def unbound(model: Any) -> list[tuple[str, torch.Tensor]]:

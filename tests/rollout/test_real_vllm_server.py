@@ -21,16 +21,7 @@ import torch
 from cli.family import wait_gone
 from cli.running import until
 from rollout.letters import cut, letters
-from rollout.vllm_tiny import (
-    PROMPTS,
-    VOCABULARY,
-    Alone,
-    TinyPolicy,
-    assert_right,
-    build_model,
-    expected_logprobs,
-    requests,
-)
+from rollout.vllm_tiny import VOCABULARY, Alone, TinyPolicy, assert_right, build_model, expected_logprobs, requests
 
 from grpocli.errors import EngineError
 from grpocli.processes.reaper import descendants
@@ -127,6 +118,7 @@ def running(model: Path, endpoint: Endpoint, tmp_path_factory: pytest.TempPathFa
 
 
 TRUNCATED = Sampling(24, temperature=0.7, top_p=0.9, top_k=20, min_p=0.02)
+PROMPTS = [request.token_ids for request in requests()]
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,7 @@ def trained(model, done: list[tuple[list[int], Completion]], sampling: Sampling)
 
 @pytest.mark.parametrize("sampling", [PENALISED, LIKED, CUT, PLAIN, replace(CUT, repetition_penalty=1.0)])
 @torch.no_grad()
-def test_sampler_and_trainer_agree_with_transformers(
-    little_model, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampler_and_trainer_agree_with_transformers(little_model, sampling: Sampling, monkeypatch) -> None:
     done = sampled(little_model, sampling)
     monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 40 * 7)  # splits within rows
     logp_BT = trained(little_model, done, sampling)

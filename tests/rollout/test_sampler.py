@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -69,16 +71,11 @@ def test_draw_inverts_the_whole_cumulative_distribution(tokens: int, spread: flo
 
 
 @pytest.mark.parametrize(
-    ("sampling", "kept"),
-    [
-        (Sampling(1, top_k=2), [0, 1]),
-        (Sampling(1, top_p=0.5), [0]),
-        (Sampling(1, min_p=0.3), [0, 1]),
-        (Sampling(1, top_k=3, top_p=0.7), [0, 1]),
-    ],
+    ("truncation", "kept"),
+    [({"top_k": 2}, [0, 1]), ({"top_p": 0.5}, [0]), ({"min_p": 0.3}, [0, 1]), ({"top_k": 3, "top_p": 0.7}, [0, 1])],
 )
-def test_truncation_keeps_the_likeliest_tokens(sampling: Sampling, kept: list[int]) -> None:
-    logits = torch.tensor([[0.5, 0.3, 0.14, 0.06]]).log()
+def test_truncation_keeps_the_likeliest_tokens(truncation: dict[str, Any], kept: list[int]) -> None:
+    logits, sampling = torch.tensor([[0.5, 0.3, 0.14, 0.06]]).log(), Sampling(1, **truncation)
     out = sampling_logits(logits, sampling)
     assert (~out.isinf()).nonzero()[:, 1].tolist() == kept
     forced = sampling_logits(logits, sampling, keep_N=torch.tensor([3]))

@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
@@ -38,10 +38,9 @@ def client(stand_in: StandIn) -> ServerClient:
 
 def generate(client: ServerClient, n: int, max_tokens: int = 2) -> Any:
     """Completions of an engine whose syncs always work, and whose server comes back at once."""
-    sync, world = Mock(return_value={}), cast("Any", Alone())
-    engine = VllmEngine(
-        ServerPool([client]), sync, stop=[1], version=0, world=world, reconnect=lambda lost: [client.endpoint]
-    )
+    back, world = Mock(return_value=[client.endpoint]), cast("Any", Alone())
+    sync = Mock(return_value={})
+    engine = VllmEngine(ServerPool([client]), sync, stop=[1], version=0, world=world, reconnect=back)
     return engine.generate([Request([i], 1, seed=i) for i in range(n)], Sampling(max_tokens))
 
 
@@ -56,27 +55,24 @@ def test_answers_keep_the_order_of_requests_and_concurrency_is_bounded(stand_in:
     assert 4 < stand_in.max_in_flight <= REQUESTS
 
 
-class Busy:
-    """A server whose requests take `seconds`; `tokens` more tokens are generated between two polls."""
+def keep_busy(stand_in: StandIn, seconds: float, tokens: int = 0) -> None:
+    """Requests take `seconds`; `tokens` more tokens are generated between two polls."""
+    polls = count()
 
-    def __init__(self, stand_in: StandIn, seconds: float, tokens: int = 0) -> None:
-        self.seconds, self.tokens, self.computed = seconds, tokens, 0
-        self.closed = stand_in.closed
-        stand_in.answer = self.answer
-
-    def answer(self, path: str, body: Any) -> tuple[int, Any]:
+    def answer(path: str, body: Any) -> tuple[int, Any]:
         if path == "/health":
             return 200, {}
         if path == "/metrics":
-            self.computed += self.tokens
-            counts = f'vllm:generation_tokens_total{{engine="0",model_name="policy"}} {self.computed}.0'
+            counts = f'vllm:generation_tokens_total{{engine="0",model_name="policy"}} {tokens * next(polls)}.0'
             return 200, f"# TYPE vllm:generation_tokens_total counter\n{counts}\n".encode()
-        self.closed.wait(self.seconds)
+        stand_in.closed.wait(seconds)
         return 200, {"choices": [choice([5])]}
+
+    stand_in.answer = answer
 
 
 def test_a_server_that_does_nothing_is_stuck(stand_in: StandIn) -> None:
-    Busy(stand_in, seconds=2)
+    keep_busy(stand_in, seconds=2)
     for call in (ServerClient.pause, lambda client: asyncio.run(client.generate({}))):
         (client,) = clients_of(stand_in, timeout=0.2)
         with pytest.raises(ServerGone, match=r"did not answer .* within 0\.2 s \(engine\.request_timeout\)") as caught:
@@ -88,7 +84,7 @@ def test_a_server_that_computes_tokens_gets_more_time(stand_in: StandIn, monkeyp
     """A request may queue for longer than the timeout."""
     monkeypatch.setattr(vllm_client, "CHECK", 0.1)
     (client,) = clients_of(stand_in, timeout=0.25)
-    Busy(stand_in, seconds=0.8, tokens=1)
+    keep_busy(stand_in, seconds=0.8, tokens=1)
     assert asyncio.run(client.generate({}))
 
 
@@ -243,15 +239,11 @@ def test_a_server_that_keeps_failing_ends_the_run_with_a_checkpoint(stand_in: St
 def test_an_update_of_weights_is_not_retried_alone(stand_in: StandIn, patient: ServerClient) -> None:
     """The server may have applied it, so the whole sync starts again, as for a new server."""
     calls = fails_at_first(stand_in, 503, times=1)
-    for call in (
-        lambda client: client.update({}),
-        lambda client: client.finish_update(1),
-        lambda client: client.init_transfer({}),
-        lambda client: client.load_adapter("a", Path("/a")),
-        lambda client: client.unload_adapter("a"),
-    ):
+    given = {"update": ({},), "finish_update": (1,), "init_transfer": ({},)}
+    given |= {"load_adapter": ("a", Path("/a")), "unload_adapter": ("a",)}
+    for method, arguments in given.items():
         with pytest.raises(ServerGone, match=r"\(503\): later$"):
-            call(patient)
+            getattr(patient, method)(*arguments)
         assert patient.lost
         patient = patient.replaced_by(patient.endpoint)
     assert {*calls.values()} - {0} == {1}

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -112,34 +113,24 @@ def test_a_failure_in_any_process_stops_all(recorded: tuple[ColocateEngine, Reco
     assert engine.version is None
 
 
-class Stream:
-    """A stand-in for a stream of a GPU that records what it waits for."""
-
-    def __init__(self, name: str, waits: list[str]) -> None:
-        self.name, self.waits = name, waits
-
-    def wait_stream(self, other: Stream) -> None:
-        self.waits.append(f"{self.name} waits for {other.name}")
-
-
 def test_vllm_and_the_trainer_keep_their_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM makes a stream of its own the current one, and leaves it there."""
-    waits: list[str] = []
-    trainers, vllms = Stream("the trainer", waits), Stream("vLLM", waits)
-    current = [trainers]
+    streams = Mock()
+    current = [streams.trainers]
     monkeypatch.setattr(colocate, "keep_random_state", nullcontext)  # reads the generator of the GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "set_stream", current.append)
     state = VllmState()
     with state.active():
-        torch.cuda.set_stream(vllms)  # type: ignore[arg-type]
-    assert current[-1] is trainers
+        torch.cuda.set_stream(streams.vllms)
+    assert current[-1] is streams.trainers
     with suppress(EngineError), state.active():
-        assert current[-1] is vllms
+        assert current[-1] is streams.vllms
         raise EngineError("failed")
-    assert current[-1] is trainers
-    assert waits == ["the trainer waits for vLLM", "vLLM waits for the trainer", "the trainer waits for vLLM"]
+    assert current[-1] is streams.trainers
+    trainer_waits, vllm_waits = call.trainers.wait_stream(streams.vllms), call.vllms.wait_stream(streams.trainers)
+    assert streams.mock_calls == [trainer_waits, vllm_waits, trainer_waits]
 
 
 def test_too_little_room_is_refused_before_a_start(tmp_path: Path) -> None:

@@ -38,23 +38,14 @@ class VllmServe(StandIn):
             return self.answers[path]
         if path != "/health" and key != f"Bearer {KEY}":
             return 401, {"error": "needs its key"}
-        known = {
-            "/health": (200, {}),
-            "/weight_info": (200, {"weight_version": "default"}),
-            "/version": (200, {"version": "0.1.2"}),
-            "/server_info": (200, {"vllm_config": served()}),
-        }
-        return known.get(path, (404, {"detail": "Not Found"}))
+        known: dict[str, Any] = {"/health": {}, "/version": {"version": "0.1.2"}}
+        known |= {"/weight_info": {"weight_version": "default"}, "/server_info": {"vllm_config": served()}}
+        return (200, known[path]) if path in known else (404, {"detail": "Not Found"})
 
 
 def served(**model: Any) -> dict[str, Any]:
-    config = {
-        "model": "/not/here",
-        "dtype": "torch.float32",
-        "max_model_len": 128,
-        "logprobs_mode": "processed_logprobs",
-        "served_model_name": "policy",
-    }
+    config = {"model": "/not/here", "dtype": "torch.float32", "max_model_len": 128}
+    config |= {"logprobs_mode": "processed_logprobs", "served_model_name": "policy"}
     return {"model_config": config | model, "weight_transfer_config": {"backend": "shm"}, "lora_config": None}
 
 
@@ -142,9 +133,7 @@ def test_another_minor_version_of_vllm_cannot_send_weights(
         external_server(options, stand_in.url, job)
 
 
-def test_a_key_comes_from_a_file_or_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_folder: Path
-) -> None:
+def test_a_key_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch, cache_folder: Path) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     here, there = "http://localhost:8000", "http://elsewhere:8000"
     with pytest.raises(ConfigError, match=r"engine\.api_key_file=None: no key for http://localhost:8000"):
@@ -161,9 +150,8 @@ def test_a_key_comes_from_a_file_or_the_environment(
     assert find_endpoint(Vllm(base_url=there), there).api_key == "from-environment"
     copy = tmp_path / "copy"
     Endpoint("http://127.0.0.1:9000", "from-copy", "/shm").save(copy)
-    assert find_endpoint(Vllm(base_url=there, api_key_file=str(copy)), there, "/mine") == Endpoint(
-        there, "from-copy", "/mine"
-    )
+    found = find_endpoint(Vllm(base_url=there, api_key_file=str(copy)), there, "/mine")
+    assert found == Endpoint(there, "from-copy", "/mine")
     copied = Vllm(base_url=[there, here], api_key_file=[str(serve_file(8000)), str(copy)])
     assert [find_endpoint(copied, url).api_key for url in (there, here)] == ["from-serve", "from-copy"]
     copy.write_text("a key alone")

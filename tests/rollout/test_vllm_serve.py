@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from cli.running import until
+from rollout.stand_in import PROGRAM
 from rollout.vllm_tiny import build_model
 
 from grpocli.composition.compose import compose
@@ -51,31 +52,12 @@ def test_wrong_overrides_are_refused(override: str, key: str) -> None:
     assert caught.value.key == key
 
 
-FAKE = """
-import os, sys, http.server
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        answer = b"{}"
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-        if os.path.exists(sys.argv[2]):
-            print("ValueError: the engine is dead", flush=True)
-            os._exit(5)
-    def log_message(self, *_): pass
-print("starting up", flush=True)
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
-
-
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_folder: Path) -> Serve:
     """A process in place of vLLM; the request after the file `die` appears ends it."""
 
     def command(spec: ServerSpec, *_: object) -> list[str]:
-        return [sys.executable, "-c", FAKE, str(spec.port), str(tmp_path / "die")]
+        return [sys.executable, "-c", PROGRAM, str(spec.port), "", str(tmp_path / "die")]
 
     monkeypatch.setattr(vllm_server, "command", command)
     return composed("engine.start_timeout=30", f"port={vllm_server.free_port()}")
@@ -93,9 +75,7 @@ def when_it_serves(config: Serve, act: Callable[[], object]) -> threading.Thread
 
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_and_only_its_log_is_left(
-    fake: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
-) -> None:
+def test_a_signal_ends_it_and_only_its_log_is_left(fake: Serve, tmp_path: Path, capsys, number: signal.Signals) -> None:
     left: list[tuple[Endpoint, int]] = []
 
     def act() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from cli.running import until
-from rollout.stand_in import StandIn
+from rollout.stand_in import PROGRAM, StandIn
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.processes.guard import guarded
@@ -121,9 +121,7 @@ def starts(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
 
 
 @pytest.mark.processes
-def test_a_users_folder_for_weights_is_created_and_kept(
-    monkeypatch: pytest.MonkeyPatch, job: EngineJob, tmp_path: Path
-) -> None:
+def test_a_users_folder_for_weights_is_created_and_kept(monkeypatch, job: EngineJob, tmp_path: Path) -> None:
     starts(monkeypatch, "raise SystemExit('x')")
     folder = tmp_path / "shared" / "weights"
     spec = ServerSpec(replace(job, sync_folder=str(folder)), vllm_server.free_port(), None)
@@ -134,9 +132,7 @@ def test_a_users_folder_for_weights_is_created_and_kept(
 
 
 @pytest.mark.processes
-def test_a_new_server_gets_a_first_request_that_nobody_waits_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, job: EngineJob
-) -> None:
+def test_a_new_server_gets_a_first_request_that_nobody_waits_for(monkeypatch, tmp_path: Path, job: EngineJob) -> None:
     starts(monkeypatch, "import time; time.sleep(60)")
     stand_in, asked = StandIn(), threading.Event()
 
@@ -150,19 +146,6 @@ def test_a_new_server_gets_a_first_request_that_nobody_waits_for(
     with serving(ServerSpec(job, vllm_server.free_port(), None), Vllm(), tmp_path / "log"):
         assert asked.wait(30)
     stand_in.close()
-
-
-OTHER = """
-import sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-class Other(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200 if self.path == "/health" or "Bearer ours" in str(self.headers) else 401)
-        self.end_headers()
-    def log_message(self, *_):
-        pass
-HTTPServer(("127.0.0.1", int(sys.argv[1])), Other).serve_forever()
-"""
 
 
 @pytest.mark.processes
@@ -182,7 +165,7 @@ def test_a_healthy_server_must_be_alive_and_accept_the_key(
     port = vllm_server.free_port()
     url = f"http://127.0.0.1:{port}"
     with (
-        guarded([sys.executable, "-c", OTHER, str(port)], name="other", grace=0.2),
+        guarded([sys.executable, "-c", PROGRAM, str(port), "ours", "/nowhere"], name="other", grace=0.2),
         guarded([sys.executable, "-c", code], name="ours", grace=0.2) as process,
     ):
         until(lambda: listens(port) and not (said and "7" in said and process.poll() is None))
@@ -230,9 +213,7 @@ def test_a_refused_option_is_told_from_other_causes(tmp_path: Path, said: str) -
     ("version", "supported"),
     [("0.25.1", False), ("0.32.1.dev5+gabc", True), ("0.34.0", False), (vllm_config.UNKNOWN, True)],
 )
-def test_a_version_with_another_interface_for_weights_is_refused(
-    monkeypatch: pytest.MonkeyPatch, version: str, supported: bool
-) -> None:
+def test_a_version_with_another_interface_for_weights_is_refused(monkeypatch, version: str, supported: bool) -> None:
     """Otherwise the first sync would fail, long after the start."""
     monkeypatch.setattr(vllm_config, "find_spec", lambda name: object())
     monkeypatch.setattr(vllm_config, "vllm_version", lambda: version)

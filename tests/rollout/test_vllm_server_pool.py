@@ -79,8 +79,7 @@ class Syncs:
     """A stand-in for the weight sync: one call to each server, and an error in every process if one fails."""
 
     def __init__(self, clients: Sequence[ServerClient]) -> None:
-        self.clients, self.versions = clients, list[int]()
-        self.released = 0
+        self.clients, self.versions, self.released = clients, list[int](), 0
 
     def __call__(self, version: int) -> dict[str, float]:
         self.versions.append(version)
@@ -151,9 +150,7 @@ def test_a_server_that_dies_during_a_sync_is_replaced(serve: Callable[..., Vllm]
 
 
 def test_a_generating_thread_leaves_recovery_to_the_main_thread(serve: Callable[..., Vllm]) -> None:
-    """Weights may only be read between two updates, so the thread waits for the main thread. New weights have a new
-    version.
-    """
+    """Weights may only be read between two updates, so the thread waits. New weights have a new version."""
     engine, sync = engine_of([serve(lives=2)], Comes(serve()))
     due, done = threading.Event(), threading.Event()
 
@@ -162,15 +159,13 @@ def test_a_generating_thread_leaves_recovery_to_the_main_thread(serve: Callable[
         assert done.wait(5)
 
     engine.recover = ask
-    found: list[list[list[Completion]]] = []
-    thread = threading.Thread(target=lambda: found.append(engine.generate(requests(6), Sampling(2))))
-    thread.start()
-    assert due.wait(5)
-    assert sync.versions == []
-    engine.sync(4)
-    done.set()
-    thread.join(5)
-    assert prompts_of(found[0]) == [10 + i for i in range(6)]
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(engine.generate, requests(6), Sampling(2))
+        assert due.wait(5)
+        assert sync.versions == []
+        engine.sync(4)
+        done.set()
+        assert prompts_of(found.result(5)) == [10 + i for i in range(6)]
     assert sync.versions == [4]
 
 
@@ -188,23 +183,15 @@ def test_answers_during_a_failed_sync_are_discarded(serve: Callable[..., Vllm]) 
         return server.respond(path, body)
 
     server.answer = answer
-    raised: list[EngineError] = []
-
-    def collect() -> None:
-        try:
-            engine.generate(requests(1), Sampling(2))
-        except EngineError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=collect)
-    thread.start()
-    assert asked.wait(10)
-    with pytest.raises(RequestRefused, match="no such weights"):
-        engine.sync(4)
-    assert sync.released == 1
-    go_on.set()
-    thread.join(10)
-    assert "no such weights" in str(raised[0])
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(engine.generate, requests(1), Sampling(2))
+        assert asked.wait(10)
+        with pytest.raises(RequestRefused, match="no such weights"):
+            engine.sync(4)
+        assert sync.released == 1
+        go_on.set()
+        with pytest.raises(EngineError, match="no such weights"):
+            found.result(10)
     server.answer = server.respond
     engine.sync(4)
     assert engine.generate(requests(1), Sampling(2))[0][0].version == 4
@@ -213,9 +200,8 @@ def test_answers_during_a_failed_sync_are_discarded(serve: Callable[..., Vllm]) 
 @pytest.mark.parametrize("back", [True, False], ids=["it comes back", "it does not"])
 def test_processes_recover_together_or_fail_together(serve: Callable[..., Vllm], back: bool) -> None:
     """Only the second process loses a server; the first waits for the new one, and both sync equally often."""
-    good, dies, new = serve(), serve(lives=1), serve()
-    waiting = Comes(*([new] if back else []))
-    pairs = zip((good, dies), two_worlds(), strict=True)
+    waiting = Comes(*([serve()] if back else []))
+    pairs = zip((serve(), serve(lives=1)), two_worlds(), strict=True)
     engines = [engine_of([server], waiting, world) for server, world in pairs]
 
     def work(rank: int) -> Any:

@@ -140,9 +140,7 @@ def test_all_lost_servers_share_one_deadline(tmp_path: Path, monkeypatch: pytest
     assert all(lost_file(tmp_path, index).exists() for index in range(3))
 
 
-def test_an_external_server_that_comes_back_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
+def test_an_external_server_that_comes_back_is_found(tmp_path: Path, monkeypatch, clock: Clock) -> None:
     """It may come back with another key; other addresses are not asked."""
     options = Vllm(base_url=["http://a:1", "http://b:1"], api_key_file=["/a", "/b"], reconnect_timeout=1)
     before, after = Endpoint("http://b:1", "old", "/x"), Endpoint("http://b:1", "new", "/y")

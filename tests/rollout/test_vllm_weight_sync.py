@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
-import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 from models.architectures import architecture
 from rollout.vllm_tiny import Alone, two_worlds
 from safetensors import safe_open
+from training.test_processes import launched
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError, EngineError
 from grpocli.launch.run import _vllm_fields
-from grpocli.launch.trainer_launcher import command
 from grpocli.rollout import sync_config
 from grpocli.rollout.vllm import transports
 from grpocli.rollout.vllm.engine import make_synchronizer
 from grpocli.rollout.vllm.server_files import Endpoint
-from grpocli.rollout.vllm.transports import (
-    ARGUMENTS,
-    BucketFile,
-    MappedFiles,
-    buckets,
-    checked_path,
-    decode_handles,
-    encode_handles,
-    file_size,
-)
+from grpocli.rollout.vllm.transports import ARGUMENTS, BucketFile, MappedFiles, decode_handles, encode_handles
 from grpocli.rollout.vllm.weight_sync import PolicyWeights, WeightSync, require_close
 
 WEIGHTS = {
@@ -45,14 +37,12 @@ WEIGHTS = {
     "empty": torch.zeros(0, 3),
     "big": torch.randn(100, 7),
 }
-
-
 SHAPES = [(name, tuple(tensor.shape)) for name, tensor in WEIGHTS.items()]
 
 
 @pytest.mark.parametrize(("dtype", "room"), [(torch.float32, 0), (torch.bfloat16, 1000), (torch.float16, 0)])
 def test_files_hold_the_weights_cast_as_torch_casts(tmp_path: Path, dtype: torch.dtype, room: int) -> None:
-    file = BucketFile(tmp_path / "w", file_size(SHAPES, dtype) + room)
+    file = BucketFile(tmp_path / "w", transports.file_size(SHAPES, dtype) + room)
     file.write(SHAPES, WEIGHTS.values(), dtype)
     assert (tmp_path / "w").stat().st_mode & 0o777 == 0o600
     read = dict(MappedFiles().tensors("w", tmp_path, keep=False))
@@ -77,7 +67,7 @@ def test_only_floating_point_buffers_of_a_checkpoint_are_loaded_into_a_colocated
 
 @pytest.mark.parametrize("size", [1, 64, 200, 2900, 10**9])
 def test_buckets_are_bounded_and_hold_all_weights(size: int) -> None:
-    counts = [len(bucket) for bucket in buckets(SHAPES, torch.float32, size)]
+    counts = [len(bucket) for bucket in transports.buckets(SHAPES, torch.float32, size)]
     assert sum(counts) == len(SHAPES)
     begins = [sum(counts[:i]) for i in range(len(counts))]
     filled = [sum(math.prod(s) * 4 for _, s in SHAPES[b : b + n]) for b, n in zip(begins, counts, strict=True)]
@@ -91,7 +81,7 @@ def test_paths_outside_the_folder_are_refused(tmp_path: Path) -> None:
     (folder / "good").write_text("")
     (tmp_path / "secret").write_text("")
     (folder / "link").symlink_to(tmp_path / "secret")
-    assert checked_path("good", folder) == folder / "good"
+    assert transports.checked_path("good", folder) == folder / "good"
     for name in ("../secret", "sub/../good", str(tmp_path / "secret"), "link", "sub", "missing", "", "..", 5, ["good"]):
         with pytest.raises(ValueError, match="not "):
             MappedFiles().tensors(name, folder, keep=False)  # type: ignore[arg-type]
@@ -270,9 +260,7 @@ def test_servers_with_partial_weights_hold_their_requests(tmp_path: Path, in_fli
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["in memory", "on disk"])
-def test_every_sync_updates_every_server_and_leaves_no_file(
-    tmp_path: Path, kept: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_sync_updates_every_server_and_leaves_no_file(tmp_path: Path, kept: bool, monkeypatch) -> None:
     """Three servers, two of which share a folder; four buckets, so that files are rewritten while others load."""
     monkeypatch.setattr(transports, "in_memory", lambda folder: kept)
     monkeypatch.setattr(transports, "buckets", lambda shapes, *_: [shapes[:1], shapes[1:3], shapes[3:4], shapes[4:]])
@@ -313,10 +301,9 @@ def test_space_is_reserved_before_any_update_begins(tmp_path: Path, monkeypatch:
         real(descriptor, offset, size)
 
     folders = tmp_path / "a", tmp_path / "b"
-    servers = []
     for folder in folders:
         folder.mkdir()
-        servers.append(Server(folder))
+    servers = [Server(folder) for folder in folders]
     monkeypatch.setattr(os, "posix_fallocate", reserve)
     sync = sync_for(servers)
     monkeypatch.setattr(sync.transport, "bucket_bytes", 64)
@@ -333,21 +320,8 @@ def test_space_is_reserved_before_any_update_begins(tmp_path: Path, monkeypatch:
 @pytest.mark.survival
 def test_sharded_weights_are_gathered_in_lockstep(tmp_path: Path) -> None:
     """Two processes hold half of every parameter each: one sync succeeds, another fails in the middle."""
-    script = Path(__file__).with_name("sharded_sync.py")
-    launcher = command(2, tmp_path)
-    tests = str(Path(__file__).parents[1])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_LOG_LEVEL": "ERROR", "PYTHONPATH": tests}
-    done = subprocess.run(
-        [*launcher[: launcher.index("--module")], str(script), str(tmp_path)],
-        env=env,
-        timeout=300,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
-    loaded = torch.load(tmp_path / "loaded.pt", weights_only=True)
+    launched(str(Path(__file__).with_name("sharded_sync.py")), 2, tmp_path / "logs", str(tmp_path))
+    whole, loaded = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("whole", "loaded"))
     assert list(loaded) == list(whole)
     assert all(torch.equal(loaded[name], tensor.to(torch.bfloat16)) for name, tensor in whole.items())
     assert [(tmp_path / f"failed_{rank}").read_text() for rank in range(2)] == ["update failed"] * 2
@@ -394,8 +368,6 @@ HANDLE = (
 
 
 def test_ipc_handles_survive_json() -> None:
-    import json
-
     assert len(HANDLE) == ARGUMENTS
     travelled = json.loads(json.dumps(encode_handles({"GPU-1": HANDLE})))
     assert decode_handles(travelled) == {"GPU-1": HANDLE}
@@ -448,21 +420,15 @@ class Handing:
 def test_every_process_releases_its_bucket_after_a_failed_sync(
     fails: str, two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch keeps an exported block until its reader says that it is done, which one that was killed never does.
-
-    A server that is gone before the sync leaves no process in a transfer that the others would wait for.
-    """
-    pytest.importorskip("vllm")
+    """torch keeps an exported block until its reader has released it. No process begins a transfer to a lost server."""
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
     released: list[Any] = []
     monkeypatch.setattr(transports, "release", released.append)
     began: list[int] = []
-
-    def trainer_init(info: Any, client: Any, source: Any) -> Handing:
-        return Handing(client, info.rank, began)
-
-    monkeypatch.setattr(WeightTransferTrainerFactory, "trainer_init", trainer_init)
+    monkeypatch.setattr(
+        WeightTransferTrainerFactory, "trainer_init", lambda info, client, source: Handing(client, info.rank, began)
+    )
     server = Server(tmp_path, fails=fails)
     results = two(server, transport="ipc")
     assert [result == f"{fails} failed" for result in results] == [bool(fails)] * 2
@@ -472,25 +438,18 @@ def test_every_process_releases_its_bucket_after_a_failed_sync(
 
 def test_a_broadcast_that_failed_is_aborted_once(tmp_path: Path) -> None:
     """The kernel would wait forever, and block everything that frees GPU memory."""
-    done: list[str] = []
-
-    def fails() -> None:
-        done.append("send")
-        raise RuntimeError("NCCL error")
-
     server: Any = Server(tmp_path)
     server.prepared = True
     transport = transports.NcclTransport(PolicyWeights(context().policy, torch.bfloat16), 64)
-    transport._engine = SimpleNamespace(send_weights=fails, shutdown=lambda: done.append("shutdown"))
+    transport._engine = engine = Mock()
+    engine.send_weights.side_effect = RuntimeError("NCCL error")
     with pytest.raises(EngineError, match="NCCL error"):
         transport.send([server], iter(()), 1)
     transport.close()
-    assert done == ["send", "shutdown"]
+    assert engine.mock_calls == [call.send_weights(), call.shutdown()]
 
 
-def test_a_wait_for_the_weights_has_the_deadline_of_the_transfer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_for_the_weights_has_the_deadline_of_the_transfer(tmp_path: Path, monkeypatch) -> None:
     """It would wait forever for a kernel that an earlier transfer has left hanging."""
     computed, server = threading.Event(), Server(tmp_path)
     server.prepared = True
@@ -500,7 +459,7 @@ def test_a_wait_for_the_weights_has_the_deadline_of_the_transfer(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: computed.wait(60))
     weights = PolicyWeights(context().policy, torch.bfloat16)
     for transport in (transports.NcclTransport(weights, 64), transports.IpcTransport(weights, 64, 0)):
-        transport._engine = SimpleNamespace(send_weights=lambda: None, shutdown=lambda: None)
+        transport._engine = Mock()
         with pytest.raises(EngineError, match=r"waited 0\.2 s for the weights"):
             transport.send([server], iter(()), 1)
     computed.set()
@@ -508,7 +467,6 @@ def test_a_wait_for_the_weights_has_the_deadline_of_the_transfer(
 
 @pytest.mark.vllm
 def test_the_worker_refuses_pickled_handles() -> None:
-    pytest.importorskip("vllm")
     from grpocli.rollout.vllm.weight_transfer import JsonIpcUpdate
 
     fields = {"names": ["a"], "dtype_names": ["uint8"], "shapes": [[3, 2]], "tensor_sizes": [6]}

@@ -72,10 +72,9 @@ def taught(world: World, folder: Path) -> dict[str, Any]:
                 weight.data *= factor
         teachers.loaded.append(LoadedTeacher(model, policy, (task,)))
     assert updating.pack(policy, teachers, world)
-    optim, overrides = AdamW(lr=0.1, max_grad_norm=0.0), ("algorithm=opd", "algorithm/correction=none")
-    updater = updating.updater_for(
-        None, world, *overrides, policy=policy, reference=teachers, optim=optim, sampling=SAMPLING
-    )
+    overrides = "algorithm=opd", "algorithm/correction=none"
+    given = {"policy": policy, "reference": teachers, "optim": AdamW(lr=0.1, max_grad_norm=0.0), "sampling": SAMPLING}
+    updater = updating.updater_for(None, world, *overrides, **given)
     updater.optimizer, updater.train = optimizer, Train(micro_batch_tokens=28)
     metrics = updating.train_step(updater, rows(), 3)
     others = [row for row in rows() if row.task == "b"]
@@ -107,6 +106,6 @@ def main(folder: Path, parallel: str, names: list[str]) -> None:
 
 if __name__ == "__main__":
     trials.COMPILE_OPTIONS |= {"backend": "eager"}  # graphs, without a compiler for their kernels
-    for chosen in ("ddp", "fsdp2"):
+    for chosen in updating.SHARED:
         main(Path(sys.argv[1]), chosen, [name for name in sys.argv[2:] if name != MIXTURE or chosen == "ddp"])
     end_process(0)  # as a trainer does

@@ -11,7 +11,7 @@ import pytest
 import torch
 from models.architectures import architecture
 from training import sharing, updating
-from training.test_processes import assert_same, launched, rows, tied_model
+from training.test_processes import assert_same, assert_same_scores, launched, rows, tied_model
 from training.test_router_balance import ALONE, updated
 
 from grpocli.composition.checks import check_splits
@@ -31,9 +31,8 @@ SURVIVAL = [*MORE, *sharing.KINDS, sharing.RESUMED, sharing.TAUGHT, sharing.MIXT
 
 def test_a_model_whose_heads_cannot_be_dealt_out_is_refused(little_model, tmp_path: Path) -> None:
     little_model.save_pretrained(tmp_path)
-    run: Any = SimpleNamespace(
-        hardware=Single(context_parallel=2), model=HuggingFace(path=str(tmp_path)), rollout=Rollouts()
-    )
+    model, two = HuggingFace(path=str(tmp_path)), Single(context_parallel=2)
+    run: Any = SimpleNamespace(hardware=two, model=model, rollout=Rollouts())
     check_splits(run, load_config(run.model, str(tmp_path)))
     run.hardware = Single(context_parallel=3)
     with pytest.raises(ConfigError, match=r"context_parallel=3: must divide the 2 attention heads of this model"):
@@ -51,12 +50,8 @@ class Shared:
         """The results of both processes, by `hardware.parallel`."""
         if (key := tuple(names)) not in self.ran:
             launched(sharing.__file__, 2, self.folder / f"logs_{len(self.ran)}", str(self.folder), *names)
-            self.ran[key] = {
-                parallel: [
-                    torch.load(self.folder / f"shared_{rank}_{parallel}.pt", weights_only=True) for rank in range(2)
-                ]
-                for parallel in ("ddp", "fsdp2")
-            }
+            files = {kind: [self.folder / f"shared_{rank}_{kind}.pt" for rank in range(2)] for kind in updating.SHARED}
+            self.ran[key] = {kind: [torch.load(file, weights_only=True) for file in files[kind]] for kind in files}
         return self.ran[key]
 
 
@@ -81,11 +76,7 @@ def test_processes_that_share_micro_batches_make_the_updates_of_one(shared: Shar
     for parallel, results in shared.results(FAST if name in FAST else SURVIVAL).items():
         for rank, result in enumerate(results):
             assert_same(result[name], alone, tolerance, (parallel, rank))
-        assert len(results[0][name]["scored"]) == len(alone["scored"])
-        for one, other in zip(results[0][name]["scored"], alone["scored"], strict=True):
-            assert (one is None) == (other is None)
-            if one is not None:
-                torch.testing.assert_close(one, other, rtol=0, atol=0.1 if name in updating.IN_16_BITS else 1e-5)
+        assert_same_scores(results[0][name]["scored"], alone["scored"], name)
 
 
 @pytest.mark.processes

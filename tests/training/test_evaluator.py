@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -15,15 +17,10 @@ from grpocli.training.accuracy import AccuracyRewards, Evaluator, eval_seeds, pr
 from grpocli.types import Completion, Group, Prompt, Rollout, Sampling
 
 
-class ErrorCheck:
-    def check_errors(self, stats: ScoreStats) -> None:
-        return
-
-
 class Recording:
     """A sampler whose completions are right, wrong and not scored, in turn."""
 
-    scorer = ErrorCheck()
+    scorer = SimpleNamespace(check_errors=lambda stats: None)
 
     def __init__(self, by_task: dict[str, dict[str, float]] | None = None) -> None:
         """by_task: the scores of every completion of a task."""
@@ -45,17 +42,11 @@ class Recording:
 
 
 def test_evaluations_keep_penalties_and_stop_strings_but_not_the_temperature() -> None:
-    sampling = Sampling(
-        50, temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.2, stop=("\n",), regex="a+"
-    )
-    recording: Any = Recording()
-    metrics = Evaluator(
-        recording, [Prompt("0", [1], "?")], 4, AccuracyRewards({"": "right"}, {"right": ExactMatch()}), sampling, seed=0
-    )()
-    assert recording.asked == [
-        (4, Sampling(50, repetition_penalty=1.2, stop=("\n",), regex="a+")),
-        (1, Sampling(50, temperature=0.0, repetition_penalty=1.2, stop=("\n",), regex="a+")),
-    ]
+    kept = Sampling(50, repetition_penalty=1.2, stop=("\n",), regex="a+")
+    sampling = replace(kept, temperature=0.6, top_p=0.9, top_k=20, min_p=0.1)
+    recording, rewards = cast("Any", Recording()), AccuracyRewards({"": "right"}, {"right": ExactMatch()})
+    metrics = Evaluator(recording, [Prompt("0", [1], "?")], 4, rewards, sampling, seed=0)()
+    assert recording.asked == [(4, kept), (1, replace(kept, temperature=0.0))]
     assert metrics == {
         "eval/accuracy": 1 / 3,
         "eval/accuracy_by_problem": {problem_id(Prompt("1", [2], "?")): 1 / 3},
@@ -84,14 +75,8 @@ def test_a_run_ends_at_the_threshold_and_not_below_it() -> None:
     stop_at = StopAt("eval/accuracy", 0.5)
     assert (stop_at.name, StopAt("accuracy", 0.5).name) == ("eval/accuracy", "eval/accuracy")
     assert [stop_at.reached_by({"eval/accuracy": value}) for value in (0.5, 0.75)] == [0.5, 0.75]
-    for results in (
-        None,
-        {},
-        {"eval/accuracy": 0.4999},
-        {"eval/accuracy": math.nan},
-        {"eval/accuracy": "1"},
-        {"eval/pass@4": 0.9},
-    ):
+    others = [{"eval/accuracy": value} for value in (0.4999, math.nan, "1")]
+    for results in (None, {}, {"eval/pass@4": 0.9}, *others):
         assert stop_at.reached_by(results) is None
     assert StopAt().reached_by({"eval/accuracy": 1.0}) is None
     assert StopAt("accuracy", 0.0).reached_by({"eval/accuracy": 0.0}) == 0.0
@@ -101,9 +86,8 @@ def test_several_tasks_have_their_own_accuracy_rewards_and_results() -> None:
     scores = {"sums": {"right": 1.0, "other": math.nan}, "words": {"right": math.nan, "other": 0.5}}
     prompts = [Prompt("0", [1], "?", {"task_name": "sums"}), Prompt("1", [1], "?", {"task_name": "words"})]
     sampler: Any = Recording(scores)
-    accuracy_rewards = AccuracyRewards(
-        {"sums": "right", "words": "other"}, {"right": ExactMatch(), "other": ExactMatch()}
-    )
+    names = {"sums": "right", "words": "other"}
+    accuracy_rewards = AccuracyRewards(names, {name: ExactMatch() for name in names.values()})
     assert len(set(eval_seeds(0, prompts))) == 1  # each is the first problem of its task
     assert len(set(eval_seeds(0, [*prompts, *prompts]))) == 2
     found = Evaluator(sampler, prompts, 2, accuracy_rewards, Sampling(8), seed=0)()

@@ -9,19 +9,20 @@ from __future__ import annotations
 import copy
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from composed import built
-from little import SHAPE
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, LlamaForCausalLM
+from training.test_packing import fresh
 
 import grpocli
 from grpocli.algorithm.aggregate import Totals
@@ -35,22 +36,6 @@ from grpocli.training.packing import FlexPacked, Packed, Padded, RowBatch
 from grpocli.training.policy import Policy, Reference
 from grpocli.training.update import Updater, Window
 from grpocli.types import Row, Sampling
-
-
-class OnCpu:
-    """A tensor of the CPU that notes how it is copied. pinned: whether it is in pinned memory."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, pinned: bool = False) -> None:
-        self.pinned = pinned
-
-    def pin_memory(self) -> OnCpu:
-        return OnCpu(pinned=True)
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> tuple[str, bool, bool]:
-        return device.type, self.pinned, non_blocking
-
 
 GPU = torch.device("meta")
 ROWS = [Row([3, 4, 5], [6] * n, [1] * n, 1.0 - k, k // 2, [-3.0] * n) for k, n in enumerate((4, 9, 20, 3))]
@@ -89,7 +74,7 @@ def no_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def updater(*algorithm: str, layout: Any) -> Updater:
     with GPU:
-        model, initial = (LlamaForCausalLM(LlamaConfig(**SHAPE)) for _ in range(2))
+        model, initial = fresh(), fresh()
     policy, chosen = Policy(model, model, torch.float32, Parallel(GPU)), built(*algorithm)
     policy.parallel.scaler = loss_scaler(GPU, torch.float16)
     if layout is not Padded:
@@ -132,25 +117,25 @@ def test_copies_do_not_wait(no_autocast, algorithm: str, layout: Any, monkeypatc
 
 def test_a_copy_to_a_gpu_comes_from_pinned_memory_and_does_not_wait() -> None:
     """A copy from other memory waits, whatever `non_blocking` says."""
-    tensor: Any = OnCpu()
-    copied: Any = to_device(tensor, torch.device("cuda"))
-    assert copied == ("cuda", True, True)
+    tensor, gpu = Mock(device=torch.device("cpu")), torch.device("cuda")
+    copied = tensor.pin_memory.return_value.to
+    assert to_device(tensor, gpu) is copied.return_value
+    copied.assert_called_once_with(gpu, non_blocking=True)
 
 
 def test_waiting_is_noticed(no_autocast, monkeypatch: pytest.MonkeyPatch) -> None:
     up = updater("algorithm=grpo", layout=Packed)
     plain = type(up.algorithm).loss
 
-    def reads(*given: Any, **others: Any) -> Any:
-        loss, metrics = plain(*given, **others)
-        return loss.item(), metrics
+    def loss_is(change: Callable[[torch.Tensor], Any]) -> None:
+        def loss(*given: Any, **others: Any) -> Any:
+            value, metrics = plain(*given, **others)
+            return change(value), metrics
 
-    def copies(*given: Any, **others: Any) -> Any:
-        loss, metrics = plain(*given, **others)
-        return loss + torch.ones(1).to(GPU).squeeze(), metrics
+        monkeypatch.setattr(type(up.algorithm), "loss", loss)
 
-    monkeypatch.setattr(type(up.algorithm), "loss", copies)
+    loss_is(lambda value: value + torch.ones(1).to(GPU).squeeze())
     assert sum(two_epochs(up).waiting.values()) == 4
-    monkeypatch.setattr(type(up.algorithm), "loss", reads)
+    loss_is(torch.Tensor.item)
     with pytest.raises(RuntimeError, match="item"):
         two_epochs(up)

@@ -24,7 +24,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpocli.algorithm.metrics import EXTREMES, MEANS_OVER_COMPUTED
 from grpocli.config.schema import Train
-from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
 from grpocli.models import flex_attention
 from grpocli.models import shared_prompt_attention as attention
@@ -89,26 +88,16 @@ def rows_of(groups: list[tuple[int, list[tuple[int, float]]]]) -> list[Row]:
 
 
 def updated(
-    model: Any,
-    world: World,
-    rows: list[Row],
-    overrides: tuple[str, ...],
-    packed: bool,
-    skips: bool,
-    at_head: bool = True,
-    layout: type[Packed] = Packed,
-    **train: int,
+    model, world, rows, overrides, packed=True, skips=True, at_head=True, layout: type[Packed] = Packed, **train: int
 ) -> SimpleNamespace:
     """The metrics of the second of two steps, the weights after it, and the gradients of all updates."""
     mine = copy.deepcopy(model)
     optim = AdamW(lr=0.02, max_grad_norm=0.0)  # plain gradient descent: AdamW would enlarge rounding errors
-    wrapped, optimizer = world.parallel.prepare(
-        mine, torch.float32, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    )
+    descent = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    wrapped, optimizer = world.parallel.prepare(mine, torch.float32, lambda model: descent(model.parameters()))
     gradients: list[torch.Tensor] = []
-    optimizer.register_step_pre_hook(
-        lambda *_: gradients.append(torch.cat([p.grad.flatten() for p in mine.parameters()]))
-    )
+    parameters = list(mine.parameters())
+    optimizer.register_step_pre_hook(lambda *_: gradients.append(torch.cat([p.grad.flatten() for p in parameters])))
     policy = Policy(mine, wrapped, torch.float32, world.parallel)
     policy.packed = layout
     algorithm = built(*overrides)
@@ -121,7 +110,7 @@ def updated(
     first = [copy.copy(row) for row in rows_of(GROUPS["ragged"])]
     train_step(up, first, n_groups=3)
     metrics = train_step(up, [copy.copy(row) for row in rows], n_groups=1 + max(row.group for row in rows))
-    weights = torch.cat([p.detach().flatten() for p in mine.parameters()])
+    weights = torch.cat([p.detach().flatten() for p in parameters])
     return SimpleNamespace(metrics=metrics, weights=weights, gradients=gradients)
 
 
@@ -194,7 +183,7 @@ def test_the_gpu_attention_gives_the_same_update(world, name: str, groups: str, 
     monkeypatch.setattr(Packed, "build", partial(Packed.build, on_cpu=False))
     sdpa = Mock(side_effect=attention.gpu_sdpa)
     monkeypatch.setattr(attention, "gpu_sdpa", sdpa)
-    assert_same_gradients(updated(model, world, rows, ALGORITHMS["grpo"], packed=True, skips=True), plain)
+    assert_same_gradients(updated(model, world, rows, ALGORITHMS["grpo"]), plain)
     masks = [call.args[3] for call in sdpa.call_args_list]
     assert {None if mask is None else mask.dtype for mask in masks} == {None, torch.float32}
 
@@ -204,7 +193,7 @@ def test_flex_attention_gives_the_same_update(world, name: str, groups: str, mon
     monkeypatch.setattr(flex_attention, "TILE", 16)
     rows, model = rows_of(GROUPS[groups]), model_of(name)
     plain = updated(model, world, rows, ALGORITHMS["grpo"], packed=False, skips=False)
-    one = updated(model, world, rows, ALGORITHMS["grpo"], packed=True, skips=True, layout=FlexPacked)
+    one = updated(model, world, rows, ALGORITHMS["grpo"], layout=FlexPacked)
     computed = [row for row in rows if row.advantage]
     assert one.metrics["tokens/padding"] == FlexPacked.size(computed) - Packed.distinct(computed)
     assert_same_gradients(one, plain)
@@ -216,7 +205,7 @@ def test_a_mean_over_micro_batches_counts_every_row(world, masked: bool) -> None
     rows, overrides = rows_of(GROUPS["one row with a signal"]), ALGORITHMS["of micro-batches"]
     if masked:
         rows = [replace(row, mask=[0] * len(row.mask)) for row in rows]
-    plain, one = (updated(model_of(), world, rows, overrides, packed=True, skips=skips) for skips in (False, True))
+    plain, one = (updated(model_of(), world, rows, overrides, skips=skips) for skips in (False, True))
     assert one.metrics == plain.metrics
     assert one.weights.equal(plain.weights)
     assert one.weights.isfinite().all()
@@ -268,10 +257,10 @@ def test_a_wrong_attention_is_detected_in_an_untrained_model(
 def test_token_metrics_are_means_over_computed_tokens(world) -> None:
     """An update without such tokens does not lower the mean; a step without any has no such metric."""
     rows, model = rows_of(GROUPS["one row with a signal"]), model_of()
-    half = updated(model, world, rows, ALGORITHMS["dapo"], packed=True, skips=True, minibatches=2)
-    whole = updated(model, world, [r for r in rows if r.group == 0], ALGORITHMS["dapo"], packed=True, skips=True)
+    half = updated(model, world, rows, ALGORITHMS["dapo"], minibatches=2)
+    whole = updated(model, world, [r for r in rows if r.group == 0], ALGORITHMS["dapo"])
     assert half.metrics["entropy"] == pytest.approx(whole.metrics["entropy"], rel=0.2)  # the first step differs
-    none = updated(model, world, rows_of(GROUPS["no signal"]), ALGORITHMS["dapo"], packed=True, skips=True)
+    none = updated(model, world, rows_of(GROUPS["no signal"]), ALGORITHMS["dapo"])
     assert not none.metrics.keys() & set(MEANS_OVER_COMPUTED)
     assert none.metrics["clip_ratio/region_mean"] == 0
 

@@ -1,8 +1,10 @@
-"""Safetensors files that several processes write, and read in parts."""
+"""Safetensors files that several processes write, and read in parts; weights that one process of a machine reads."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from grpocli.distributed import sharded_safetensors as shards
+from grpocli.distributed.fsdp2 import LOADING, loading_on_local_rank0
 
 TENSORS = {f"w{k}": torch.arange(k, k + 12.0).view(3, 4) for k in range(10)} | {"count": torch.tensor(7)}
 
@@ -30,11 +33,8 @@ class OneOf:
 
 def written(folder: Path, size: int, **options: Any) -> list[dict[str, str]]:
     """The index that each of `size` processes returns."""
-    found = []
-    for rank in range(size):
-        world: Any = OneOf(rank, size)
-        found.append(shards.write(iter(TENSORS.items()), folder, "model", world, **options))
-    return found
+    worlds: list[Any] = [OneOf(rank, size) for rank in range(size)]
+    return [shards.write(iter(TENSORS.items()), folder, "model", world, **options) for world in worlds]
 
 
 @pytest.mark.parametrize(("size", "full"), [(1, 100), (2, 48), (3, 100), (3, 2**31)])
@@ -85,3 +85,25 @@ def test_transformers_loads_a_model_in_many_files(tmp_path, monkeypatch, little_
     little_model.config.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert all(loaded.get_parameter(name).equal(p) for name, p in little_model.named_parameters())
+
+
+def resident() -> int:
+    """The memory of this process in bytes."""
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return 1024 * int(found[1])
+
+
+def test_weights_that_are_not_read_use_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers creates them so in all processes but the first."""
+    for name in LOADING:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    weight, before = torch.empty(2**26, device="meta"), resident()
+    with loading_on_local_rank0():
+        assert {name: os.environ[name] for name in LOADING} == LOADING
+        here = torch.zeros_like(weight, device="cpu")
+    assert not LOADING.keys() & os.environ.keys()
+    assert here.nbytes == 2**28
+    assert resident() - before < here.nbytes / 4
+    assert torch.zeros_like(here[:9]).eq(0).all()

@@ -57,14 +57,11 @@ def trained(little_model, world: World, rows: list[Row], algorithm: str, **train
     return SimpleNamespace(metrics=metrics, weights=weights, updates=up.updates)
 
 
+FOUR_UPDATES = {"epochs": 2, "minibatches": 2}
+
+
 @pytest.mark.parametrize(
-    ("algorithm", "train"),
-    [
-        ("dapo", {}),
-        ("drgrpo", {}),
-        ("grpo", {"epochs": 2, "minibatches": 2}),
-        ("dgpo", {"epochs": 2, "minibatches": 2}),
-    ],
+    ("algorithm", "train"), [("dapo", {}), ("drgrpo", {}), ("grpo", FOUR_UPDATES), ("dgpo", FOUR_UPDATES)]
 )
 def test_micro_batches_change_nothing(little_model, world, rows, algorithm: str, train: dict[str, int]) -> None:
     whole = trained(little_model, world, rows, f"algorithm={algorithm}", micro_batch_tokens=10_000, **train)
@@ -77,21 +74,33 @@ def test_micro_batches_change_nothing(little_model, world, rows, algorithm: str,
 
 
 def test_rows_get_the_log_probs_of_the_policy_at_the_start_of_the_step(little_model, world, rows) -> None:
-    """This holds after any number of updates, and if the objective's old log-probs are the sampler's."""
+    """This holds after any number of updates, and if the objective's old log-probs are the sampler's.
+
+    Others' old log-probs are kept from the first update, or computed before it if another window comes first.
+    """
     up = updater_for(little_model, world, "algorithm=drgrpo", micro_batch_tokens=20, epochs=2, minibatches=2)
     given = copies(rows)
     given[1].old_logp = [-3.0] * len(rows[1].completion_ids)
     given[2].mask = [0] * len(rows[2].mask)
     given[3].advantage = 0.0
-    before = [up.policy.scores_without_gradient(MicroBatch.build([row], world.device), SAMPLING)[:2] for row in rows]
+
+    def scored() -> list[Any]:
+        batches = [MicroBatch.build([row], world.device) for row in rows]
+        return [up.policy.scores_without_gradient(batch, SAMPLING)[:2] for batch in batches]
+
+    before = scored()
     train_step(up, given, n_groups=2)
+    old_logp = {k: known(up, row, "old_logp") for k, row in enumerate(given) if k not in (1, 2, 3)}
     up.gather(given)
-    for k, (row, expected) in enumerate(zip(given, before, strict=True)):
+    for k, (row, expected, now) in enumerate(zip(given, before, scored(), strict=True)):
         found = row.logp, row.entropy
         if k in (2, 3):
             assert found == (None, None), "not computed"
-        else:
-            np.testing.assert_allclose(found, [values[0] for values in expected], rtol=0, atol=1e-4)
+            continue
+        np.testing.assert_allclose(found, [values[0] for values in expected], rtol=0, atol=1e-4)
+        if k in old_logp:
+            torch.testing.assert_close(old_logp[k], expected[0][0], rtol=0, atol=1e-5)
+            assert not torch.allclose(old_logp[k], now[0][0], atol=1e-4)
 
 
 @pytest.mark.parametrize("overrides", [["algorithm/correction=sampler"], ["algorithm=sft"]])
@@ -114,9 +123,8 @@ def test_log_probs_of_a_later_policy_are_not_those_of_the_step(little_model, wor
 
 def test_rows_get_their_last_ratio_and_the_tokens_that_were_clipped(little_model, world, rows) -> None:
     """With one update a step each ratio is 1, and none is recorded."""
-    up = updater_for(
-        little_model, world, "algorithm=dapo", "algorithm.objective.low=1e-4", "algorithm.objective.high=1e-4"
-    )
+    narrow = "algorithm.objective.low=1e-4", "algorithm.objective.high=1e-4"
+    up = updater_for(little_model, world, "algorithm=dapo", *narrow)
     trained_rows = copies(rows)
     train_step(up, trained_rows, n_groups=2)
     up.gather(trained_rows)
@@ -165,14 +173,9 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the forwards that a test runs, in order."""
     ran: list[str] = []
 
-    def record(cls: type, method: str, name: str) -> None:
-        original = getattr(cls, method)
-
-        def call(*args, **kwargs):
-            ran.append(name)
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(cls, method, call)
+    def record(owner: type, method: str, name: str) -> None:
+        original = getattr(owner, method)
+        monkeypatch.setattr(owner, method, lambda *args, **named: ran.append(name) or original(*args, **named))
 
     record(Policy, "scores", "update")
     record(Policy, "scores_without_gradient", "score")
@@ -186,10 +189,10 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (["algorithm=dapo"], {}, ["update"]),
         (["algorithm=dapo"], {"epochs": 3}, ["update"] * 3),
         (["algorithm=dapo"], {"minibatches": 2}, ["score", "update", "update"]),
-        (["algorithm=dapo"], {"minibatches": 2, "epochs": 2}, ["score", *["update"] * 4]),
+        (["algorithm=dapo"], FOUR_UPDATES, ["score", *["update"] * 4]),
         (["algorithm=grpo"], {}, ["reference", "update"]),
         (["algorithm=dapo", "algorithm/tokens=top_entropy"], {}, ["score", "update"]),
-        (["algorithm=dapo", "algorithm/correction=sampler"], {"minibatches": 2, "epochs": 2}, ["update"] * 4),
+        (["algorithm=dapo", "algorithm/correction=sampler"], FOUR_UPDATES, ["update"] * 4),
     ],
 )
 def test_no_forward_is_superfluous(
@@ -198,20 +201,6 @@ def test_no_forward_is_superfluous(
     monkeypatch.setattr(packing, "PADDING", 1.0)  # one micro-batch, however much its rows differ
     train_step(updater_for(little_model, world, *algorithm, **train), copies(rows), n_groups=2)
     assert forwards == expected
-
-
-def test_old_log_probs_are_of_the_policy_at_the_start_of_the_step(little_model, world, rows) -> None:
-    """They are kept from the first update, or computed before it if another window comes first."""
-    mine = copies(rows)
-    up = updater_for(little_model, world, "algorithm=dapo", epochs=2, minibatches=2)
-    start = up.policy.scores_without_gradient(MicroBatch.build(mine, world.device), SAMPLING).logp
-    train_step(up, mine, n_groups=2)
-    after = up.policy.scores_without_gradient(MicroBatch.build(mine, world.device), SAMPLING).logp
-    for row, before, now in zip(mine, start, after, strict=True):
-        n = len(row.completion_ids)
-        old_logp = known(up, row, "old_logp")
-        torch.testing.assert_close(old_logp, before[:n], rtol=0, atol=1e-5)
-        assert not torch.allclose(old_logp, now[:n], atol=1e-4)
 
 
 def test_a_leftover_row_is_off_policy_at_the_first_update(little_model, world, rows) -> None:
@@ -232,9 +221,10 @@ def test_with_the_sampler_as_old_policy_every_update_starts_from_its_log_probs(l
     bypass, given = (copies(rows) for _ in range(2))
     for row in given:
         row.old_logp = row.rollout_logp
-    train = {"minibatches": 2, "epochs": 2}
-    ours = updater_for(little_model, world, "algorithm=dapo", "algorithm/correction=sampler", **train)
-    same = updater_for(little_model, world, "algorithm=dapo", "algorithm/correction=none", **train)
+    ours, same = (
+        updater_for(little_model, world, "algorithm=dapo", f"algorithm/correction={name}", **FOUR_UPDATES)
+        for name in ("sampler", "none")
+    )
     metrics, _ = train_step(ours, bypass, n_groups=2), train_step(same, given, n_groups=2)
     for one, other in zip(ours.policy.model.parameters(), same.policy.model.parameters(), strict=True):
         assert one.equal(other)

@@ -39,27 +39,13 @@ from grpocli.types import Request, Row, Sampling
 
 TRAIN = Train(epochs=2, minibatches=2, micro_batch_tokens=28)
 N_GROUPS = 5
-ALGORITHMS = {
-    "grpo": ("algorithm=grpo",),
-    "dapo": ("algorithm=dapo",),
-    "drgrpo": ("algorithm=drgrpo", "algorithm.aggregate.length=10"),
-    "dgpo": ("algorithm=dgpo",),
-    "gspo": ("algorithm=grpo", "algorithm/kl=none", "algorithm.objective.level=sequence"),
-    "top_entropy and bonus": (
-        "algorithm=grpo",
-        "algorithm/tokens=top_entropy",
-        "algorithm/entropy=bonus",
-        "algorithm.entropy.coefficient=0.1",
-        "algorithm/correction=token_mask",
-    ),
-    "sft": ("algorithm=sft",),
-    "lora": ("algorithm=grpo",),
-    "checkpointing": ("algorithm=grpo",),
-    "clipped": ("algorithm=dapo",),
-    "padded": ("algorithm=grpo",),
-    "bfloat16": ("algorithm=dapo",),
-    "float32 head": ("algorithm=dapo",),
-    "float16": ("algorithm=dapo",),
+BONUS = "algorithm/tokens=top_entropy algorithm/entropy=bonus algorithm.entropy.coefficient=0.1"
+ALGORITHMS = {name: f"algorithm={name}" for name in ("grpo", "dapo", "dgpo", "sft")} | {
+    "drgrpo": "algorithm=drgrpo algorithm.aggregate.length=10",
+    "gspo": "algorithm=grpo algorithm/kl=none algorithm.objective.level=sequence",
+    "top_entropy and bonus": f"algorithm=grpo {BONUS} algorithm/correction=token_mask",
+    **dict.fromkeys(("lora", "checkpointing", "padded"), "algorithm=grpo"),
+    **dict.fromkeys(("clipped", "bfloat16", "float32 head", "float16"), "algorithm=dapo"),
 }
 IN_16_BITS = {"bfloat16": torch.bfloat16, "float32 head": torch.bfloat16, "float16": torch.float16}
 OF_SHARDS = ("grpo", "clipped", "lora", "checkpointing", *IN_16_BITS)
@@ -91,24 +77,17 @@ def loaded(
 
 
 def updater_of(
-    world: World,
-    folder: Path,
-    policy: Policy,
-    optimizer: Any,
-    overrides: tuple[str, ...],
-    optim: Optimizer,
-    packed: bool = True,
+    world: World, folder: Path, policy: Policy, optimizer: Any, optim: Optimizer, overrides: str, packed: bool = True
 ) -> Updater:
-    algorithm, reference = built(*overrides), None
-    if algorithm.needs_reference and is_adapted(policy.model):
+    needs_reference, reference = built(*overrides.split()).needs_reference, None
+    if needs_reference and is_adapted(policy.model):
         reference = BaseReference(policy)
-    elif algorithm.needs_reference:
+    elif needs_reference:
         with world.parallel.loading():
             model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
         reference = Reference(model, policy)
-    if packed:
-        assert pack(policy, reference)
-    updater = updater_for(None, world, *overrides, policy=policy, reference=reference, optim=optim)
+    assert not packed or pack(policy, reference)
+    updater = updater_for(None, world, *overrides.split(), policy=policy, reference=reference, optim=optim)
     updater.optimizer, updater.train = optimizer, TRAIN
     return updater
 
@@ -169,20 +148,17 @@ def whole(policy: Policy) -> torch.Tensor:
 
 
 def descended(world: World, folder: Path, name: str, kind: str = "") -> dict[str, object]:
-    """Weights and metrics after a step of four updates (one in 16 bits).
+    """Weights and metrics after a step of four updates (one in 16 bits). kind: "flex" for `flex_attention`, "compiled".
 
-    Plain gradient descent, because Adam would hide a gradient's size. kind: "flex" for `flex_attention`, "compiled" for
-    compiled layers.
+    Plain gradient descent, because Adam would hide a gradient's size.
     """
     dtype = IN_16_BITS.get(name, torch.float32)
     policy, optimizer = loaded(world, folder / "model", descent, name == "lora", dtype, name == "float32 head")
     if name == "checkpointing":
         checkpoint_activations(policy.model)
     policy.packed = FlexPacked if kind == "flex" else Packed
-    limit = 0.3 if name == "clipped" else 0.0
-    updater = updater_of(
-        world, folder, policy, optimizer, ALGORITHMS[name], AdamW(lr=0.1, max_grad_norm=limit), name != "padded"
-    )
+    optim = AdamW(lr=0.1, max_grad_norm=0.3 if name == "clipped" else 0.0)
+    updater = updater_of(world, folder, policy, optimizer, optim, ALGORITHMS[name], name != "padded")
     if kind == "compiled":
         compile_layers(policy, updater.reference, world)
     if name in IN_16_BITS:  # rounding in earlier updates changes later ones by several per cent
@@ -221,8 +197,7 @@ OPTIMIZERS = {
 
 
 def went_on(world: World, folder: Path, start: Path, end: Path) -> dict[str, object]:
-    """One step of `end`'s optimizer from `start` (or the given model), saved as `end`; the loaded state is saved
-    beside it."""
+    """One step of `end`'s optimizer from `start`, saved as `end`; the state that was loaded is saved beside it."""
     optim = OPTIMIZERS[end.name.partition("_")[0]]
     policy, optimizer = loaded(world, start, optim.make_for)
     tokenizer = make_tokenizer()
@@ -231,7 +206,7 @@ def went_on(world: World, folder: Path, start: Path, end: Path) -> dict[str, obj
     if resumed:
         checkpoint.load_optimizer(start, policy, optimizer, optim)
         checkpoint.save(end.with_suffix(".again"), State(), contents, world)
-    updater = updater_of(world, folder, policy, optimizer, ("algorithm=dapo",), optim)
+    updater = updater_of(world, folder, policy, optimizer, optim, "algorithm=dapo")
     metrics = train_step(updater, load_rows(folder / "rows.json"), N_GROUPS)
     checkpoint.save(end, State(), contents, world)
     checkpoint.save_model(end / "final", policy, tokenizer, torch.bfloat16, "card", world)
@@ -244,12 +219,16 @@ def sampled(world: World, folder: Path) -> list[list[int]]:
     completions = []
     for turn in (0, 1):
         with policy.sampling_mode():
-            for k in range(world.rank + 1):
-                request = Request([2, 5, 6 + world.rank], 2, 10 * turn + k)
-                (done,) = sample(policy.model, [request], Sampling(4 + 3 * world.rank), [1], 1)
-                completions += [completion.token_ids for completion in done]
+            completions += sampled_by(policy.model, world.rank, turn)
         policy.score([2, 5, 6, 7])
     return completions
+
+
+def sampled_by(model: Any, rank: int, turn: int) -> list[list[int]]:
+    """What a process samples in a turn."""
+    requests = [Request([2, 5, 6 + rank], 2, 10 * turn + k) for k in range(rank + 1)]
+    groups = [sample(model, [request], Sampling(4 + 3 * rank), [1], 1)[0] for request in requests]
+    return [completion.token_ids for group in groups for completion in group]
 
 
 SHARED = ("ddp", "fsdp2")
@@ -262,7 +241,7 @@ def overflowed(world: World, folder: Path) -> dict[str, Any]:
     """
     optim = AdamW(lr=1e-3, eps=0.1)
     policy, optimizer = loaded(world, folder / "model", optim.make_for, dtype=torch.float16)
-    updater = updater_of(world, folder, policy, optimizer, ("algorithm=dapo",), optim)
+    updater = updater_of(world, folder, policy, optimizer, optim, "algorithm=dapo")
     updater.train = dataclasses.replace(TRAIN, epochs=1, minibatches=1)
     rows, parallel = load_rows(folder / "rows.json"), policy.parallel
     parallel.scaler.load_state_dict(parallel.scaler.state_dict() | {"scale": 2.0**30})
