@@ -79,11 +79,8 @@ def printed(thing: object) -> str:
     return out.getvalue()
 
 
-def test_the_consoles_own_colours_are_kept() -> None:
+def test_own_colours_are_kept_and_cells_and_headings_are_cleaned() -> None:
     assert printed(Text(HOSTILE, style="red")) == "\x1b[31mabc[/red][red]d\x1b[0m\n"
-
-
-def test_cells_and_headings_are_cleaned() -> None:
     table = Table(HOSTILE)
     table.add_row(HOSTILE, end_section=True)
     out = printed(table)

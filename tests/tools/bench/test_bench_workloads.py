@@ -1,4 +1,4 @@
-"""The benchmarks run, and the counts of tokens and FLOPs that they publish are correct."""
+"""The benchmarks run, the counts that they publish are correct, and what an update dispatches stays small."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+from packaging.version import Version
 from porting.printed import assert_composes
 
 from grpocli.composition.compose import compose
+from grpocli_tools.plan.times import operations as planned_operations
 
 BENCH = Path(__file__).parents[3] / "bench"
 FOLDER = BENCH / "side_by_side"
@@ -87,7 +91,7 @@ def test_the_grpocli_side_runs_an_update(workloads: ModuleType, tmp_path: Path) 
     """Once as released and once without any optimization; both have the same gradient up to rounding."""
     folder = workloads.make_model(workloads.ALL["smoke"].model, tmp_path)
     script = (
-        "import grpocli_side, optimizations, sys; {}; sys.argv = ['', 'smoke', sys.argv[1], '1']; grpocli_side.main()"
+        "import grpocli_side as side, optimizations, sys; {}; sys.argv = ['', 'smoke', sys.argv[1], '1']; side.main()"
     )
     changes = "[one.change() for one in optimizations.OPTIMIZATIONS.values()]"
     norms = []
@@ -97,3 +101,31 @@ def test_the_grpocli_side_runs_an_update(workloads: ModuleType, tmp_path: Path) 
         assert done.returncode == 0, done.stderr
         norms.append(json.loads(done.stdout.splitlines()[-1])["logs"][0]["grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=0.03)
+
+
+needs_products = pytest.mark.skipif(
+    Version(torch.__version__).release < (2, 12), reason="torch 2.11 has no sum of products in float32 for fake tensors"
+)
+BOUNDS = [("built-in", True, 2_900, 770), ("built-in", False, 3_700, 0), ("0.5B, even", True, 49_000, 14_200)]
+"""Of each workload and path (of GPUs or not) the most operations and launches, a tenth above what was counted."""
+
+
+@pytest.fixture(scope="module")
+def counts(bench: Callable[[str], ModuleType]) -> dict[tuple[str, bool], Any]:
+    return {(name, gpu): bench("operations").of_all_layers(name, gpu) for name, gpu, _, _ in BOUNDS}
+
+
+@needs_products
+@pytest.mark.parametrize(("name", "gpu", "most", "launches"), BOUNDS, ids=str)
+def test_an_update_has_few_operations(counts, name: str, gpu: bool, most: int, launches: int) -> None:
+    found = counts[name, gpu]
+    assert found.operations <= most, found.places.most_common(10)
+    assert found.launches <= launches, found.calls.most_common(10)
+
+
+@needs_products
+def test_plans_know_the_operations(counts: dict[tuple[str, bool], Any]) -> None:
+    """Of the default run, with a reference, and of three micro-batches of 24 layers without one."""
+    for name, layers, batches, forward in (("built-in", 2, 1, 2), ("0.5B, even", 24, 3, 1)):
+        found = planned_operations(layers, passes=batches * (forward + 1))
+        assert found == pytest.approx(counts[name, True].operations, rel=0.15), name

@@ -12,13 +12,17 @@ from cli.running import run_here
 QUESTIONS = ["1+1=", "2+2=", "1+1=", "10+20+30=", "3+3="]
 
 
+def jsonl(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 @pytest.fixture
 def task(tmp_path: Path) -> list[str]:
-    train, evaluate = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
-    train.write_text(
-        "".join(json.dumps({"prompt": q, "answer": "7", "level": i}) + "\n" for i, q in enumerate(QUESTIONS))
+    train = jsonl(
+        tmp_path / "train.jsonl", *({"prompt": q, "answer": "7", "level": i} for i, q in enumerate(QUESTIONS))
     )
-    evaluate.write_text("".join(json.dumps({"prompt": q, "answer": "7"}) + "\n" for q in ("3+3=", "4+4=")))
+    evaluate = jsonl(tmp_path / "eval.jsonl", *({"prompt": q, "answer": "7"} for q in ("3+3=", "4+4=")))
     return ["task=jsonl", f"task.path={train}", f"task.eval_path={evaluate}", "task.format=chat"]
 
 
@@ -72,34 +76,24 @@ def test_supervised_runs_show_the_answers_that_they_teach(task, capsys) -> None:
 
 
 def test_text_of_the_data_cannot_control_the_terminal(tmp_path: Path, capsys) -> None:
-    path = tmp_path / "d.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{i}\u001b[31m<end>", "a\u001b[0m": "x"}) + "\n" for i in range(5)))
-    shown = printed(
-        capsys,
-        "task=jsonl",
-        f"task.path={path}",
-        "task.answer_column=null",
-        "reward=none",
-        "algorithm=sft",
-        "task.target_template=x",
-    )
+    path = jsonl(tmp_path / "d.jsonl", *({"prompt": f"{i}\u001b[31m<end>", "a\u001b[0m": "x"} for i in range(5)))
+    supervised = ["task.answer_column=null", "reward=none", "algorithm=sft", "task.target_template=x"]
+    shown = printed(capsys, "task=jsonl", f"task.path={path}", *supervised)
     assert "\x1b" not in shown
     assert "have special tokens of the tokenizer in their own text" in shown
 
 
 def test_mixtures_show_each_task(capsys) -> None:
-    shown = printed(
-        capsys, "task=[arithmetic,letter_counting]", "rollout.max_prompt_tokens=200", "--rows", "20", "--prompts", "0"
-    )
+    given = ["task=[arithmetic,letter_counting]", "rollout.max_prompt_tokens=200"]
+    shown = printed(capsys, *given, "--rows", "20", "--prompts", "0")
     for name in ("arithmetic train", "arithmetic eval", "letter_counting train", "letter_counting eval"):
         assert name in shown
     assert "20 of 10,000 read" in shown
 
 
 def test_conversations_that_end_with_the_answer_are_refused_as_by_a_run(tmp_path: Path, capsys) -> None:
-    path = tmp_path / "d.jsonl"
     chat = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
-    path.write_text("".join(json.dumps({"m": [*chat[: 1 + i % 2]], "answer": f"{i}"}) + "\n" for i in range(4)))
+    path = jsonl(tmp_path / "d.jsonl", *({"m": chat[: 1 + i % 2], "answer": f"{i}"} for i in range(4)))
     data = ["task=jsonl", f"task.path={path}", "task.prompt_column=m", f"task.eval_path={path}", "--split", "train"]
     assert run_here("data", *data) == 2
     assert "ends with the assistant's turn" in capsys.readouterr().err

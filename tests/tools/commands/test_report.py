@@ -1,25 +1,21 @@
-"""`grpocli report` on the command line: where the page is written, and what is refused."""
+"""The page of `grpocli report`: where it is written, what is refused, and a file without markup from data."""
 
 from __future__ import annotations
 
-import json
+import re
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 from cli.running import run_here
+from report.pages import page, run
+from report.test_report_data import run_folder
+
+from grpocli_tools.report.report_page import SCRIPTS, embedded_json, live_html, page_html
 
 
-def write_run(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text("seed: 0\n")
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5}) + "\n")
-    return folder
-
-
-def test_the_page_is_in_the_run_or_elsewhere_and_replaced_as_a_whole(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = write_run(tmp_path / "run")
+def test_the_page_is_in_the_run_or_elsewhere_and_replaced_as_a_whole(tmp_path: Path, capsys) -> None:
+    run = run_folder(tmp_path / "run", [])
     assert run_here("report", str(run), "--out", str(tmp_path / "page.html")) == 0
     assert (tmp_path / "page.html").is_file()
     assert not (run / "report.html").exists()
@@ -40,20 +36,38 @@ def test_the_page_is_in_the_run_or_elsewhere_and_replaced_as_a_whole(
         (["missing"], "there is no such folder"),
     ],
 )
-def test_what_cannot_be_read_or_written_is_one_sentence(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_cannot_be_read_or_written_is_one_sentence(words: list[str], said: str, tmp_path: Path, capsys) -> None:
     if "run" in words:
-        write_run(tmp_path / "run")
+        run_folder(tmp_path / "run", [])
     assert run_here("report", *words) == 2
     message = capsys.readouterr().err
     assert (said in message, message.count("\n")) == (True, 1)
 
 
 def test_a_hostile_name_of_a_folder_stays_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_run(tmp_path / "a<img src=x onerror=alert(1)>&\x1b[31m\n\u202eb")
+    folder = run_folder(tmp_path / "a<img src=x onerror=alert(1)>&\x1b[31m\n\u202eb", [])
     assert run_here("report", str(folder), "--out", str(tmp_path / "page.html")) == 0
     assert run_here("report", str(folder)) == 0
     assert "\x1b" not in capsys.readouterr().out
     assert "<img" not in (tmp_path / "page.html").read_text()
+
+
+def test_text_from_data_cannot_end_the_element_that_holds_it() -> None:
+    title = "</script></title><b>&\u2028"
+    html = page_html(page(run(), title=title))
+    assert "<b>" not in html
+    assert html.count("</script>") == 3
+    assert embedded_json(title) == '"\\u003c/script\\u003e\\u003c/title\\u003e\\u003cb\\u003e\\u0026\\u2028"'
+
+
+def test_our_scripts_parse_no_markup_and_run_no_text() -> None:
+    folder = files("grpocli_tools.report").joinpath("page")
+    assert {path.name for path in folder.iterdir() if path.name.endswith(".js")} == set(SCRIPTS)
+    forbidden = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|DOMParser")
+    assert [name for name in SCRIPTS if forbidden.search(folder.joinpath(name).read_text(encoding="utf-8"))] == []
+
+
+def test_only_the_live_page_may_ask_its_server() -> None:
+    assert "connect-src" not in page_html(page())
+    assert "connect-src &#39;self&#39;" in live_html("runs", "0.1.0")
+    assert "default-src &#39;none&#39;" in page_html(page())

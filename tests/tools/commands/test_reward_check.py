@@ -34,22 +34,15 @@ def test_agreeing_rewards_are_reported(grpocli) -> None:
 @pytest.mark.parametrize(
     ("answer", "options", "code", "said"),
     [
-        (
-            "two",
-            [],
-            1,
-            "number: fails on 3 answers, first of row 2 of {path}: there is no number in the answer 'two'\n",
-        ),
+        ("two", [], 1, "number: fails on 3 answers, first of row 2 of FILE: there is no number in the answer 'two'"),
         ("two", ["--threshold", "0.6"], 0, "66.67%"),
         ("7", [], 0, "100.00%"),
     ],
 )
-def test_disagreements_are_shown(
-    grpocli, tmp_path: Path, answer: str, options: list[str], code: int, said: str
-) -> None:
+def test_disagreements_are_shown(grpocli, tmp_path: Path, answer: str, options, code: int, said: str) -> None:
     words = [*task(tmp_path, LINES % answer), "reward=[number]", "--split", "train", *options]
     found, out, _ = grpocli("reward-check", *words)
-    assert said.format(path=f"{tmp_path}/d.jsonl") in out
+    assert said.replace("FILE", f"{tmp_path}/d.jsonl") in out
     assert "own: the reference answer, which has to be right" in out
     assert found == code
 
@@ -64,12 +57,8 @@ def test_disagreements_are_shown(
         ("FILE:short", ["eval.reward=short"], 1),
     ],
 )
-def test_only_the_reward_that_measures_accuracy_is_judged(
-    grpocli, tmp_path: Path, first: str, options: list[str], code: int
-) -> None:
-    (tmp_path / "mine.py").write_text(
-        "def short(completions):\n    return [0.5 - len(str(c)) / 8 for c in completions]\n"
-    )
+def test_only_the_reward_that_measures_accuracy_is_judged(grpocli, tmp_path: Path, first: str, options, code) -> None:
+    (tmp_path / "mine.py").write_text("def short(completions): return [0.5 - len(str(c)) / 8 for c in completions]\n")
     rewards = f"reward=[{first.replace('FILE', f'{tmp_path}/mine.py')}]"
     found, out, _ = grpocli("reward-check", *task(tmp_path, LINES % "7"), rewards, *options, "--split", "train")
     row = next(line.split()[3:] for line in out.splitlines() if line.split()[:3] == ["jsonl", "train", "short"])
@@ -77,8 +66,8 @@ def test_only_the_reward_that_measures_accuracy_is_judged(
 
 
 def test_every_accepted_answer_is_checked(grpocli, tmp_path: Path) -> None:
-    rows = ['{"prompt": "?", "answer": ["1", "one 1"]}', '{"prompt": "??", "answer": ["one 1", "2"]}']
-    rows.append('{"prompt": "???", "answer": ["3.0", "III 3"]}')
+    answers = '["1", "one 1"]', '["one 1", "2"]', '["3.0", "III 3"]'
+    rows = [f'{{"prompt": "{answer[2]}?", "answer": {answer}}}' for answer in answers]
     words = task(tmp_path, "\n".join(rows), '{"prompt": "????", "answer": 4.0}\n')
     code, out, _ = grpocli("reward-check", *words, "reward=[exact_match]")
     rows = [line.split()[3:6] for line in out.splitlines() if "100.00%" in line]

@@ -44,10 +44,6 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def shown(out: str) -> list[str]:
-    return [line for line in out.splitlines() if line.endswith("[b]")]
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -63,20 +59,18 @@ def shown(out: str) -> list[str]:
 def test_filters_choose_completions(grpocli, run: Path, options: list[str], expected: list[str]) -> None:
     code, out, _ = grpocli("rollouts", str(run), *options)
     assert code == 0
-    assert shown(out) == [f"{text} [b]" for text in expected]
+    assert [line for line in out.splitlines() if line.endswith("[b]")] == [f"{text} [b]" for text in expected]
     assert "user: sums?" in out or "user: words?" in out
 
 
 def test_completions_are_exported(grpocli, run: Path, tmp_path: Path) -> None:
     for name in ("out.jsonl", "out.parquet"):
-        code, out, _ = grpocli(
-            "rollouts", str(run), "--step", ":", "--where", "right=1", "--export", str(tmp_path / name)
-        )
+        words = ["--step", ":", "--where", "right=1", "--export", str(tmp_path / name)]
+        code, out, _ = grpocli("rollouts", str(run), *words)
         assert (code, out) == (0, f"6 completions in {tmp_path / name}\n")
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [row["completion"] for row in lines] == [
-        row["completion"] for row in read_rollouts(tmp_path / "out.parquet")
-    ]
+    texts = [row["completion"] for row in read_rollouts(tmp_path / "out.parquet")]
+    assert [row["completion"] for row in lines] == texts
     assert lines[0]["completion_ids"] == [5, 5]
     assert lines[0]["messages"] == [{"role": "user", "content": "sums?"}]
     files = [tmp_path / "out.parquet", run / "rollouts" / "step_000001.parquet"]
@@ -105,13 +99,13 @@ def test_what_is_wrong_is_named(grpocli, run: Path, options: list[str], named: s
 
 
 def test_a_run_without_rollouts_or_a_match_is_reported(grpocli, run: Path, tmp_path: Path) -> None:
-    (run / "config.yaml").touch()
-    code, _, err = grpocli("rollouts", f"{run}s")
-    assert (code, f'RUN {run}s: there is no such folder; did you mean "{run}"?\n' in err) == (2, True)
     (tmp_path / "begun").mkdir()
-    (tmp_path / "begun" / "config.yaml").touch()
-    code, _, err = grpocli("rollouts", str(tmp_path / "begun"))
-    assert (code, "the run has sampled nothing yet" in err) == (2, True)
+    for folder in (run, tmp_path / "begun"):
+        (folder / "config.yaml").touch()
+    missing = f'RUN {run}s: there is no such folder; did you mean "{run}"?\n'
+    for folder, said in ((f"{run}s", missing), (f"{run}/begun", "the run has sampled nothing yet")):
+        code, _, err = grpocli("rollouts", folder)
+        assert (code, said in err) == (2, True)
     for options in (["--where", "right>1"], ["--where", "columns.nowhere>1", "--export", f"{run}/out.jsonl"]):
         assert grpocli("rollouts", str(run), *options)[::2] == (1, "no completion matches\n")
     code, _, err = grpocli("rollouts", str(run), "--step", ":", "--export", "hub:not//a name")

@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 from cli.copied import config_dir
 from cli.running import SMALL, assert_same_run, metrics, run_here, without_times
+from report.test_report_states import view
 
-from grpocli_tools.report.build_page import Builder
-from grpocli_tools.report.page_data import RunView
-from grpocli_tools.report.report_page import formula_lines_of
-
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.survival]
 
 REWARD = """
 import os
@@ -31,15 +28,9 @@ STEPS = ["eval.every=1", "train.steps=3", "checkpoint.every=3", "optim.schedule=
 HALF = ["eval.stop_at.metric=accuracy", "eval.stop_at.threshold=0.5"]
 
 
-def view(run: Path) -> RunView:
-    (found,) = Builder(formula_lines_of).page([run]).runs
-    return found
-
-
 @pytest.fixture
-def train(tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch):
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Train in a folder of tmp_path: its evaluations give 0 before and after step 1, 0.5 after step 2, then 1."""
-    monkeypatch.setenv("GRPOCLI_CACHE", str(shared_cache))
     monkeypatch.setenv("PROCESSES", "1")
     (tmp_path / "rewards.py").write_text(REWARD)
     reward = ["reward=[python]", f"reward.python.function={tmp_path}/rewards.py:learned"]
@@ -58,7 +49,6 @@ def summary(run: Path) -> dict:
     return json.loads((run / "summary.json").read_text())
 
 
-@pytest.mark.survival
 def test_a_run_that_reaches_the_threshold_is_finished(train, capsys: pytest.CaptureFixture[str]) -> None:
     whole = train("whole")
     run = train("run", *HALF)
@@ -88,7 +78,6 @@ def test_a_run_that_reaches_the_threshold_is_finished(train, capsys: pytest.Capt
     assert_same_run(run, whole)
 
 
-@pytest.mark.survival
 def test_an_evaluation_before_the_first_step_may_end_the_run(train) -> None:
     run = train("run", *HALF[:1], "eval.stop_at.threshold=0")
     assert (summary(run)["steps"], summary(run)["exit"]) == (0, "done")
@@ -97,17 +86,13 @@ def test_an_evaluation_before_the_first_step_may_end_the_run(train) -> None:
     assert (summary(run)["steps"], summary(run)["ended_early"]["value"]) == (2, 0.5)
 
 
-@pytest.mark.survival
 def test_all_processes_end_at_the_same_step(train, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROCESSES", "2")
     run = train("run", *HALF, "hardware.processes=2", "hardware.timeout=120")
     assert (summary(run)["steps"], summary(run)["ended_early"]["value"]) == (2, 0.5)
 
 
-@pytest.mark.survival
-def test_rollouts_that_are_prefetched_when_a_run_ends_are_trained_on_by_a_resume(
-    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_trains_on_rollouts_prefetched_when_the_run_ended(train, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     options = [*config_dir(tmp_path / "conf"), "rollout.max_staleness=1", "train.steps=4", "checkpoint.every=0"]
     whole = train("whole", *options)

@@ -20,6 +20,8 @@ import pytest
         (["explain", "--from-trl=train.steps"], "grpocli explain train.steps"),
         (["plan", "model=hf", "model.path=nobody/nothing"], "model.path=nobody/nothing"),
         (["plan", "--memory", "0"], "--memory"),
+        (["plan", "--gpu", "H1000"], "--gpu"),
+        (["plan", "--save", "60"], "--save"),
         (["plan", "--devices", "1", "engine=vllm", "engine.replicas=2"], "engine.replicas=2"),
         (["plan", "--devices", "4", "engine=vllm", "hardware.context_parallel=2"], "hardware.context_parallel"),
         (["doctor", "train.stepps=3"], 'there is no key train.stepps; did you mean "train.steps"?'),

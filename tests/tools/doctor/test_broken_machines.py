@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,8 +104,6 @@ HOME = "mount -t tmpfs -o ro tmpfs {0}; export HOME={0}; unset XDG_CACHE_HOME HF
     ],
     ids=["a full disk", "a small /dev/shm, a network that does not answer, a home that cannot be written"],
 )
-def test_mounts_and_networks(
-    before: str, within: tuple[str, ...], words: tuple[str, ...], wanted: dict[str, str], tmp_path: Path
-) -> None:
+def test_mounts_and_networks(before: str, within: Any, words: Any, wanted: dict[str, str], tmp_path: Path) -> None:
     found = doctor(tmp_path, *words, before=before.format(tmp_path), within=unshare(*within))
     assert {name: found[name].status for name in wanted} == wanted

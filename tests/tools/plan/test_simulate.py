@@ -1,15 +1,24 @@
-"""The simulation of a run: laws that hold for every cluster, and cases with a result known from arithmetic."""
+"""The simulation of a run: laws of every cluster, cases known from arithmetic; and `grpocli plan --simulate`."""
 
 from __future__ import annotations
 
+import functools
 import itertools
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
+from grpocli_tools.plan.plan import Plan, make_plan
+from grpocli_tools.plan.resources import DeviceOptions
 from grpocli_tools.plan.simulate import Faults, Job, LogNormal, Speeds, generate, simulate
+from grpocli_tools.plan.sweep import Options, nonnegative_fit, speeds_of_runs, sweep
 
 LENGTHS = LogNormal(300.0, 0.8, 1000)
 DECODE = [0.0, *(0.01 + 0.0001 * n for n in range(1, 257))]
@@ -33,29 +42,20 @@ MODES = [
 
 
 @pytest.mark.parametrize("job", MODES)
-def test_every_token_generated_is_trained_kept_for_later_or_filtered(job: Job) -> None:
-    steps = simulate(job, 8).steps
-    generated = sum(step.batch.generated for step in steps)
-    trained = sum(step.batch.trained for step in steps)
-    if job.kept == 1:
-        assert generated == trained
-    assert trained + steps[-1].batch.leftover <= generated
-    assert all(step.batch.groups == job.prompts for step in steps), "rounds are enough here"
-
-
-@pytest.mark.parametrize("job", MODES)
-def test_weights_are_at_most_max_staleness_old(job: Job) -> None:
-    assert all(0 <= step.age <= job.max_staleness for step in simulate(job, 10).steps)
+def test_tokens_ages_and_bottlenecks_of_every_mode(job: Job) -> None:
+    """Every token generated is trained, kept for later or filtered; weights are at most max_staleness old."""
+    run = simulate(job, 20)
+    batches = [step.batch for step in run.steps]
+    generated, trained = sum(one.generated for one in batches), sum(one.trained for one in batches)
+    assert trained + batches[-1].leftover <= generated
+    assert generated == trained or job.kept < 1
+    assert all(one.groups == job.prompts for one in batches), "rounds are enough here"
+    assert all(0 <= step.age <= job.max_staleness for step in run.steps)
     slow_training = replace(job, speeds=replace(job.speeds, update=1000.0))
     assert simulate(slow_training, 10).max_age == job.max_staleness, "rollouts run ahead as far as they may"
-
-
-@pytest.mark.parametrize("job", MODES)
-def test_a_step_is_no_faster_than_its_bottleneck(job: Job) -> None:
-    run = simulate(job, 20)
-    collect = sum(step.batch.seconds for step in run.steps)
+    collect = sum(one.seconds for one in batches)
     train = sum(step.train + job.speeds.sync for step in run.steps)
-    assert run.steps[-1].end >= max(collect, train) - 1e-6
+    assert run.steps[-1].end >= max(collect, train) - 1e-6, "no faster than its bottleneck"
     assert run.steps[-1].end <= collect + train + 1e-6, "and no slower than one part after the other"
     assert 0 <= run.trainer_idle <= 1
     assert 0 <= run.rollout_idle <= 1
@@ -129,3 +129,89 @@ def test_slots_that_nothing_waits_for_change_nothing() -> None:
     lengths = LENGTHS.draw(np.random.default_rng(0), 64).reshape(8, 8)
     assert generate(lengths, 2, 32, DECODE) == generate(lengths, 2, 256, DECODE)
     assert generate(lengths, 2, 8, DECODE)[0] > generate(lengths, 2, 32, DECODE)[0]
+
+
+ON_GPUS = ("model=qwen2.5-0.5b", "hardware.device=cuda", "hardware.parallel=fsdp2", "engine=vllm")
+
+
+@functools.cache
+def planned(*overrides: str) -> Plan:
+    run = build_run(compose([*ON_GPUS, "rollout.max_completion_tokens=512", *overrides]))
+    return make_plan(run, DeviceOptions(devices=8), trace_memory=False)
+
+
+def write_run(folder: Path, lengths: list[list[int]], first: float, each: float, servers: int = 1) -> None:
+    """A synchronous run whose servers follow the law of decoding exactly."""
+    (folder / "rollouts").mkdir(parents=True)
+    (folder / "config.yaml").write_text(f"engine: {{replicas: {servers}}}\nhardware: {{processes: 1}}\n")
+    rows = []
+    for step, own in enumerate(lengths, 1):
+        pq.write_table(pa.table({"length": own}), folder / "rollouts" / f"step_{step:06d}.parquet")
+        seconds, _ = generate(np.array([own]), 1, len(own), [0.0, *(first + each * n for n in range(1, len(own) + 1))])
+        times = {"time/rollout": seconds, "time/train": 1e-3 * sum(own), "time/reward": 0.25, "time/sync": 0.5}
+        times["time/step"] = sum(times.values()) + 0.125
+        rows.append(json.dumps({"step": step, **times}))
+    (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+
+
+def test_speeds_of_a_run_are_those_that_it_had(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for name, count in (("few", 8), ("many", 32)):
+        write_run(tmp_path / name, random.integers(1, 200, (6, count)).tolist(), first=0.02, each=0.001)
+    speeds = speeds_of_runs((f"{tmp_path}/few", f"{tmp_path}/many"), slots=64, trainers=2)
+    assert speeds.decode[1] == pytest.approx(0.021, rel=0.01)
+    assert speeds.decode[64] == pytest.approx(0.084, rel=0.01)
+    assert speeds.update_token == pytest.approx(0.5e-3)
+    assert (speeds.sync, speeds.reward) == (0.5, 0.25)
+    assert speeds.update == pytest.approx(0.125)
+
+
+def test_a_fit_has_no_negative_coefficients() -> None:
+    columns = np.array([[1.0, 2.0], [2.0, 1.0], [3.0, 3.0]])
+    assert nonnegative_fit(columns, columns @ [2.0, 0.5]) == pytest.approx([2.0, 0.5])
+    assert nonnegative_fit(columns, columns @ [2.0, -0.5])[1] == 0
+
+
+@pytest.mark.slow
+def test_servers_and_trainers_share_the_machine_and_the_best_split_is_found() -> None:
+    found = sweep(planned("engine.replicas=2"), Options(steps=3))
+    assert [row.nodes for row in found.rows] == [1, 2, 3, 4, 5, 6, 7]
+    assert {row.simulated.job.devices for row in found.rows} == {8}
+    assert found.row.nodes == 2
+    generation = [row.simulated.steps[-1].batch.seconds for row in found.rows]
+    assert generation == sorted(generation, reverse=True)
+    training = [row.simulated.steps[-1].train for row in found.rows]
+    assert training == sorted(training)
+    assert found.best.per_device == max(row.per_device for row in found.rows if row.memory <= 1 + 1e-9)
+    failing = replace(found.best, simulated=replace(found.best.simulated, overhead=0.9))
+    rows = tuple(failing if row is found.best else row for row in found.rows)
+    assert failing.per_device == pytest.approx(found.best.per_device / 10)
+    assert replace(found, rows=rows).best.nodes != found.best.nodes, "the best counts what failures take"
+    found = sweep(planned("engine.replicas=2", "hardware.context_parallel=2"), Options(steps=1))
+    assert [row.simulated.job.trainers for row in found.rows] == [6, 4, 2], "those that share micro-batches"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (Options(lengths="9999"), "--lengths=9999"),
+        (Options(lengths="5,1e300"), "--lengths=5,1e300"),
+        (Options(lengths=","), "--lengths=,"),
+        (Options(lengths="nowhere"), "--lengths=nowhere"),
+        (Options(lengths="/usr"), "/usr: has no completions in rollouts/"),
+        (Options(speeds=("nowhere",)), "RUN nowhere"),
+        (Options(kept=0.5), "--kept=0.5"),
+    ],
+)
+def test_bad_options_are_named(options: Options, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        sweep(planned("engine.replicas=2"), options)
+
+
+@pytest.mark.slow
+def test_rollout_nodes_come_on_top_of_training_nodes() -> None:
+    nodes = ("hardware=multinode", "hardware.train_nodes=2", "hardware.rollout_nodes=1", "engine.replicas=8")
+    found = sweep(planned(*nodes), Options(steps=3, faults=Faults(save=1.0)))
+    assert [(row.nodes, row.simulated.job.devices) for row in found.rows] == [(1, 24), (2, 32), (3, 40), (4, 48)]
+    assert found.unit == "rollout nodes"
+    assert all(row.simulated.overhead > 0 for row in found.rows)

@@ -8,15 +8,16 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from cli.copied import config_dir
-from cli.running import killed_after, run_here
-from replay.conftest import TINY, trained
-from replay.test_replay import Grpocli, differing, replayed
+from cli.running import EVEN, SMALL, killed_after, run_here
+from replay.test_replay import Grpocli, differing, replayed, trained
 
 from grpocli_tools.replay.step_replay import VARIES
 
 pytestmark = pytest.mark.processes
 
 TESTS = Path(__file__).parents[2]
+TINY = [*SMALL[1:3], "optim.lr=3e-3", "optim.weight_decay=0.1", *EVEN]
+"""Steps with something to learn, whose weights always change."""
 EVERY = ["checkpoint.every=2", "checkpoint.keep=0"]
 
 
@@ -73,9 +74,7 @@ def test_every_step_agrees_to_the_bit(kind: str, grpocli: Grpocli, tmp_path: Pat
 
 
 @pytest.mark.survival
-def test_a_reward_that_sees_the_group_is_checked_with_the_recorded_scores_of_others(
-    grpocli: Grpocli, tmp_path: Path
-) -> None:
+def test_a_reward_of_the_group_is_checked_with_the_recorded_scores_of_others(grpocli: Grpocli, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import os\n\n"
         "def varies(completions):\n"

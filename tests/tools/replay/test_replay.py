@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cli.running import SMALL, run_here
 from cli.test_environment_run import TWO
-from replay.conftest import trained
 
 from grpocli.errors import ConfigError
 
@@ -52,9 +52,27 @@ def changed(run: Path, folder: Path, *cells: Cell) -> Path:
     return copy
 
 
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return pq.read_table(run / "rollouts" / STEP).to_pylist()
+
+
 def rows_with(run: Path, status: str) -> list[int]:
-    rows = pq.read_table(run / "rollouts" / STEP).to_pylist()
-    return [i for i, row in enumerate(rows) if row["status"] == status]
+    return [i for i, row in enumerate(rows_of(run)) if row["status"] == status]
+
+
+def trained(folder: Path, *options: str) -> Path:
+    """A small run with these options."""
+    run = folder / "run"
+    assert run_here("train", *SMALL, "eval.problems=0", *options, f"hydra.run.dir={run}") == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def dapo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with groups that are filtered, and completions that are cut off and masked."""
+    cut_off = ["algorithm=dapo", "algorithm.keep.mask_truncated=true", "rollout.max_completion_tokens=3"]
+    more = ["rollout.prompts_per_step=8", "train.steps=2", "checkpoint.every=1", "checkpoint.keep=0"]
+    return trained(tmp_path_factory.mktemp("dapo"), *cut_off, *more)
 
 
 def test_every_step_of_a_run_with_dynamic_sampling_agrees_to_the_bit(grpocli: Grpocli, dapo: Path) -> None:
@@ -63,9 +81,11 @@ def test_every_step_of_a_run_with_dynamic_sampling_agrees_to_the_bit(grpocli: Gr
     assert (code, differing(report)) == (0, {})
     assert [step["step"] for step in report["steps"]] == [1, 2]
     assert all(step["exact"] for step in report["steps"])
-    statuses = {row["status"] for row in pq.read_table(dapo / "rollouts" / STEP).to_pylist()}
+    statuses = {row["status"] for row in rows_of(dapo)}
     assert {"trained", "masked", "filtered"} <= statuses
     assert {path: path.stat().st_mtime_ns for path in dapo.rglob("*")} == before, "nothing is written"
+    code, _, err = grpocli("replay", str(dapo), "--step", "9")
+    assert (code, "--step=9" in err) == (2, True)
 
 
 def moved(by: float) -> Callable[[Any], Any]:
@@ -98,9 +118,7 @@ CELLS: dict[str, Callable[[Any], Any]] = {
     ],
     ids=" and ".join,
 )
-def test_each_changed_cell_is_found_and_named(
-    columns: dict[str, list[str]], grpocli: Grpocli, dapo: Path, tmp_path: Path
-) -> None:
+def test_each_changed_cell_is_found_and_named(columns: Any, grpocli: Grpocli, dapo: Path, tmp_path: Path) -> None:
     cells = [
         (row, column, CELLS[column])
         for status, names in columns.items()
@@ -115,9 +133,7 @@ def test_each_changed_cell_is_found_and_named(
         assert any((name, row // 4, row % 4) in places for name in names), (column, found)
 
 
-def test_a_tiny_change_of_a_samplers_log_prob_and_a_changed_metric_are_named(
-    grpocli: Grpocli, dapo: Path, tmp_path: Path
-) -> None:
+def test_a_tiny_change_of_a_log_prob_and_a_changed_metric_are_named(grpocli: Grpocli, dapo: Path, tmp_path) -> None:
     copy = changed(dapo, tmp_path, (rows_with(dapo, "trained")[0], "logprobs", first(moved(1e-5))))
     lines = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
     lines[1]["grad_norm"] += 1e-3
@@ -127,9 +143,7 @@ def test_a_tiny_change_of_a_samplers_log_prob_and_a_changed_metric_are_named(
     assert {one["what"] for one in differing(report)["metrics of the update"]} >= {"gen_kl_error", "grad_norm"}
 
 
-def test_without_weights_the_rest_is_checked(
-    grpocli: Grpocli, dapo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_weights_the_rest_is_checked(grpocli: Grpocli, dapo: Path, tmp_path: Path, monkeypatch) -> None:
     from grpocli.models.tiny import Tiny
 
     def gone(part: Tiny, progress: object) -> str:
@@ -149,13 +163,8 @@ def test_an_environment_is_stepped_again(grpocli: Grpocli, tmp_path: Path) -> No
     run = trained(tmp_path, *TWO[1:], "train.steps=2")
     code, report = replayed(grpocli, run, "--step", ":")
     assert (code, differing(report)) == (0, {})
-    turns = [row["turns"] for row in pq.read_table(run / "rollouts" / STEP).to_pylist()]
-    assert max(turn or 0 for turn in turns) > 1
-
-
-def test_a_step_that_the_run_lacks_is_one_sentence(grpocli: Grpocli, dapo: Path) -> None:
-    code, _, err = grpocli("replay", str(dapo), "--step", "9")
-    assert (code, "--step=9" in err) == (2, True)
+    turns = [row["turns"] or 0 for row in rows_of(run)]
+    assert max(turns) > 1
 
 
 def without_status(table: pa.Table) -> pa.Table:
@@ -178,9 +187,7 @@ def rewritten(change: Callable[[pa.Table], pa.Table]) -> Callable[[Path], object
     ],
     ids=["torn", "a null", "a missing column", "a missing row"],
 )
-def test_damage_that_no_comparison_can_show_is_named(
-    damage: Callable[[Path], object], said: str, grpocli: Grpocli, dapo: Path, tmp_path: Path
-) -> None:
+def test_damage_that_no_comparison_can_show_is_named(damage, said: str, grpocli, dapo: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(dapo, run)
     path = run / "rollouts" / STEP

@@ -1,10 +1,13 @@
-"""`grpocli compare`: tables of runs."""
+"""`grpocli compare`: tables of runs, and pictures of their curves."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import xml.etree.ElementTree as ET
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from grpocli.errors import ConfigError
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.saved_run import check_is_run
 from grpocli.runs.sessions import Session, add_session
-from grpocli_tools.report.compare_command import main
+from grpocli_tools.report.compare_command import main, mean_and_range, smoothed
 
 
 def run(folder: Path, algorithm: str, seed: int, accuracy: float | None, lr: float = 0.1, **choices: str) -> None:
@@ -31,10 +34,10 @@ def run(folder: Path, algorithm: str, seed: int, accuracy: float | None, lr: flo
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
-    for i, (algorithm, seed, accuracy) in enumerate(
-        [("grpo", 0, 0.3), ("grpo", 1, 0.5), ("dapo", 0, 0.9), ("dapo", 1, None)]
-    ):
-        run(tmp_path / str(i), algorithm, seed, accuracy)
+    run(tmp_path / "0", "grpo", 0, 0.3)
+    run(tmp_path / "1", "grpo", 1, 0.5)
+    run(tmp_path / "2", "dapo", 0, 0.9)
+    run(tmp_path / "3", "dapo", 1, None)
     return tmp_path
 
 
@@ -62,9 +65,7 @@ def test_a_table_has_the_differing_keys_and_the_results(sweep: Path, capsys: pyt
         ("optim.lr", (1, 2), True),
     ],
 )
-def test_accuracies_over_different_problems_have_no_change(
-    key: str, values: tuple[Any, Any], comparable: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_accuracies_over_other_problems_have_no_change(key: str, values, comparable: bool, tmp_path, capsys) -> None:
     run(tmp_path / "one", "grpo", 0, 0.3)
     for step, changes in ((0, {}), (10, {key: values})):
         add_session(RunDir(tmp_path / "one"), Session(step, "day", {}, changes))
@@ -82,13 +83,6 @@ def test_repetitions_with_other_seeds_are_averaged(sweep: Path, capsys: pytest.C
     out = capsys.readouterr().out
     assert "| grpo | 2 | 0.100 ± 0.000 | 0.400 ± 1.271 | 0.300 ± 1.271 |" in out
     assert out.endswith("final reward: the mean over the last 10 steps\n")
-
-
-def test_a_folder_without_runs_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no run below"):
-        main([str(tmp_path)])
-    with pytest.raises(ConfigError, match="there is no such folder"):
-        main([str(tmp_path / "missing")])
 
 
 def test_a_folder_that_is_not_a_run_gets_a_suggestion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,12 +107,6 @@ def test_a_folder_that_is_not_a_run_gets_a_suggestion(tmp_path: Path, monkeypatc
             check_is_run(Path(given), "")
 
 
-def columns(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    main([str(folder), "--format", "csv"])
-    header = capsys.readouterr().out.splitlines()[0].split(",")
-    return header[1 : header.index("steps")]
-
-
 def test_typed_keys_are_shown_beside_a_choice_that_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for i, (name, part) in enumerate([("grpo", "k3"), ("dapo", "none")]):
         for beta in (0.1, 0.2):
@@ -127,7 +115,8 @@ def test_typed_keys_are_shown_beside_a_choice_that_differs(tmp_path: Path, capsy
             config = json.loads((folder / "config.yaml").read_text())
             config["overrides"] = [f"algorithm={name}", f"+algorithm.kl.beta={beta}", f"optim.lr={i}"]
             (folder / "config.yaml").write_text(json.dumps(config | {"algorithm": {"kl": kl, "high": i}}))
-    assert columns(tmp_path, capsys) == ["algorithm", "lr", "kl.beta"]
+    main([str(tmp_path), "--format", "csv"])
+    assert capsys.readouterr().out.startswith("run,algorithm,lr,kl.beta,steps,")
 
 
 @pytest.mark.parametrize(
@@ -148,9 +137,7 @@ def test_typed_keys_are_shown_beside_a_choice_that_differs(tmp_path: Path, capsy
     ],
     ids=range(12),
 )
-def test_a_broken_run_has_a_row_and_what_is_no_number_is_missing(
-    file: str, text: str, said: str, sweep: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_run_has_a_row_without_what_is_no_number(file: str, text: str, said: str, sweep, capsys) -> None:
     (sweep / "0" / file).write_text(text)
     (sweep / "4" / ".hydra").mkdir(parents=True)
     (sweep / "4" / ".hydra" / "overrides.yaml").write_text("- algorithm=drgrpo")
@@ -166,9 +153,7 @@ ESCAPE = "\x1b]0;owned\x07\x1b[2J"
 
 
 @pytest.mark.parametrize("style", ["table", "markdown", "csv", "json"])
-def test_escape_sequences_of_a_run_never_reach_the_terminal(
-    style: str, sweep: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_escape_sequences_of_a_run_never_reach_the_terminal(style: str, sweep: Path, capsys) -> None:
     for i in (0, 1):
         file = sweep / str(i) / "config.yaml"
         config = json.loads(file.read_text()) | {f"{ESCAPE}key": f"{ESCAPE}{i}", "task": {"split": i}}
@@ -181,3 +166,80 @@ def test_escape_sequences_of_a_run_never_reach_the_terminal(
     out = capsys.readouterr().out
     assert "key" in out
     assert not set(out) & {"\x1b", "\x07"}
+
+
+SUFFIXES = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
+
+
+@pytest.fixture
+def two_rates(tmp_path: Path) -> Path:
+    """Two learning rates with two seeds; only the second learning rate has the metric `extra`."""
+    for number, (lr, seed) in enumerate([(0.1, 0), (0.1, 1), (0.2, 0), (0.2, 1)]):
+        folder = tmp_path / "sweep" / str(number)
+        run(folder, "grpo", seed, 0.75, lr)
+        extra = {"extra_$x$": 0.5} if lr > 0.1 else {}
+        lines = [json.dumps({"step": step, "reward": lr * step + seed, **extra}) for step in (1, 2, 3)]
+        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path / "sweep"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+def test_the_same_curves_give_the_same_picture(two_rates: Path, tmp_path: Path, suffix: str) -> None:
+    pictures = [tmp_path / f"{name}{suffix}" for name in "ab"]
+    for picture in pictures:
+        assert main([str(two_rates), "--plot", str(picture), "--metric", "reward,eval/accuracy"]) == 0
+    first, second = (picture.read_bytes() for picture in pictures)
+    assert first.startswith(SUFFIXES[suffix])
+    assert first == second
+
+
+def test_a_picture_names_runs_metrics_and_the_band(two_rates: Path, tmp_path: Path, capsys) -> None:
+    assert main([str(two_rates), "--plot", str(tmp_path / "p.svg"), "--metric", "reward,extra_$x$"]) == 0
+    found = ET.parse(tmp_path / "p.svg").iter("{http://www.w3.org/2000/svg}text")
+    texts = {"".join(text.itertext()).strip() for text in found}
+    assert {"step", "reward", "extra_$x$", "lr=0.1", "lr=0.2", "mean of 2 seeds; band: minimum to maximum"} <= texts
+    assert "without extra_$x$: 0, 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--plot", "p.odt"], "--plot=p.odt: "),
+        (["--plot", "p.png", "--metric", "rewad"], 'no run has this metric; did you mean "reward"?'),
+        (["--plot", "p.png", "--smoothing", "1"], "--smoothing=1.0: must be 0 (none) to below 1"),
+        (["--plot", "folder.png"], "--plot=folder.png: "),
+    ],
+)
+def test_wrong_options_are_one_sentence(two_rates: Path, options, problem: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(ConfigError) as error:
+        main([str(two_rates), *options])
+    assert problem in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_smoothing_has_no_bias_at_the_start() -> None:
+    constant = [(step, 2.0) for step in range(1, 21)]
+    assert smoothed(constant, 0.9) == [(step, pytest.approx(2)) for step, _ in constant]
+    rising = [(step, float(step)) for step in range(1, 21)]
+    assert smoothed(rising, 0.5)[:2] == [(1, 1.0), (2, pytest.approx((0.25 * 1 + 0.5 * 2) / 0.75))]
+
+
+@pytest.mark.browser
+def test_the_page_smooths_and_averages_as_the_picture(chromium: Any) -> None:
+    """Two seeds, the second of which ends early and has a gap; and too few values to smooth."""
+    page = files("grpocli_tools.report").joinpath("page")
+    is_number = next(line for line in (page / "dom.js").read_text().splitlines() if line.startswith("const isNumber"))
+    code = f"{is_number}\n{(page / 'series.js').read_text()}\nconst lines = arguments[0].map((one) => smooth(one, 0.6))"
+    for steps in (40, 19):
+        seeds = [
+            [math.sin(step) for step in range(steps)],
+            [None if step == 7 or step > steps - 5 else math.cos(step) for step in range(steps)],
+        ]
+        found = chromium.execute_script(f"{code};\nreturn meanAndBand(lines, 'range')", seeds)
+        pairs = [[(step, value) for step, value in enumerate(seed) if value is not None] for seed in seeds]
+        expected = mean_and_range([smoothed(pair, 0.6) for pair in pairs])
+        shown = [(step, *(found[name][step] for name in ("mean", "low", "high"))) for step in range(steps)]
+        assert shown == [pytest.approx(point) for point in expected]

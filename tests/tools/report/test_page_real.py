@@ -3,44 +3,30 @@
 from __future__ import annotations
 
 import csv
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from cli.running import SMALL, run_here
+from cli.running import SMALL, metrics, run_here
 
 from grpocli_tools.report.build_page import Builder
 from grpocli_tools.report.page_data import PageData
 
 pytestmark = [pytest.mark.browser, pytest.mark.processes, pytest.mark.survival]
 
-STEPS = 4
-Show = Callable[..., Any]
-Data = tuple[Path, PageData]
-
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Data:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PageData]:
     """A run of four steps, with completions that are cut off, and its page."""
     run = tmp_path_factory.mktemp("real") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRPOCLI_CACHE", str(shared_cache))
-        options = [*SMALL, f"train.steps={STEPS}", "rollout.prompts_per_step=8", "rollout.max_completion_tokens=4"]
-        assert run_here("train", *options, f"hydra.run.dir={run}") == 0
+    options = [*SMALL, "train.steps=4", "rollout.prompts_per_step=8", "rollout.max_completion_tokens=4"]
+    assert run_here("train", *options, f"hydra.run.dir={run}") == 0
     return run, Builder(lambda run: ["J"]).page([run])
 
 
-def logged(run: Path) -> dict[int, dict[str, float]]:
-    """{step: metrics} of metrics.jsonl."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row for row in rows}
-
-
-def test_an_open_group_has_the_texts_and_numbers_of_the_parquet(show: Show, trained: Data) -> None:
+def test_an_open_group_has_the_texts_and_numbers_of_the_parquet(show, trained) -> None:
     run, data = trained
     rows = pq.read_table(run / "rollouts/step_000003.parquet", filters=pc.field("group") == 5).to_pylist()
     browser = show(data, f"#tab=rollouts&color=none&group={data.runs[0].id}~3~5")
@@ -53,12 +39,12 @@ def test_an_open_group_has_the_texts_and_numbers_of_the_parquet(show: Show, trai
     assert browser.find_element("css selector", "#group .answer").text == rows[0]["answer"]
 
 
-def test_all_curves_as_csv_have_each_number_of_the_page(show: Show, trained: Data, downloads: Any) -> None:
+def test_all_curves_as_csv_have_each_number_of_the_page(show, trained, downloads: Any) -> None:
     run, data = trained
     browser = show(data, "#tab=curves")
     saved = downloads(lambda: browser.find_element("id", "save-all").click())
     rows = {int(row["step"]): row for row in csv.DictReader(saved.read_text().splitlines())}
-    for step, row in logged(run).items():
-        assert {name: float(text) for name, text in rows[step].items() if text and name in row} == {
-            name: value for name, value in row.items() if name in rows[step]
+    for row in metrics(run):
+        assert {name: float(text) for name, text in rows[row["step"]].items() if text and name in row} == {
+            name: value for name, value in row.items() if name in rows[row["step"]]
         }

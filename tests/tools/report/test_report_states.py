@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from cli.running import SMALL, killed_after, run_here
 from omegaconf import OmegaConf
+from report.test_report_data import row, run_folder
 
 from grpocli.composition.compose import compose, save
 from grpocli.runs.run_dir import RunDir
@@ -40,10 +41,7 @@ def view(run: Path) -> RunView:
 
 @pytest.mark.survival
 @pytest.mark.processes
-def test_a_stopped_and_then_resumed_run_has_its_sessions_and_changed_keys(
-    tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GRPOCLI_CACHE", str(shared_cache))
+def test_a_stopped_and_then_resumed_run_has_its_sessions_and_changed_keys(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (tmp_path / "rewards.py").write_text(STOPPING)
     reward = ["reward=[python]", "reward.python.process=false", f"reward.python.function={tmp_path}/rewards.py:even"]
@@ -76,8 +74,7 @@ def test_a_stopped_and_then_resumed_run_has_its_sessions_and_changed_keys(
 
 
 @pytest.mark.processes
-def test_a_mixture_and_an_environment(tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRPOCLI_CACHE", str(shared_cache))
+def test_a_mixture_and_an_environment(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert run_here("train", *SMALL, "task=[arithmetic,calculator]", "train.steps=2", f"hydra.run.dir={run}") == 0
     found = page(run)
@@ -100,18 +97,12 @@ NOTICES = [
 
 
 @pytest.mark.parametrize(("cause", "asked", "notice"), NOTICES)
-def test_a_run_that_ended_early_says_so_with_the_command_that_continues_it(
-    tmp_path: Path, cause: str | None, asked: int, notice: str
-) -> None:
-    run = tmp_path / "a run"
-    run.mkdir()
-    (run / "config.yaml").write_text(f"seed: 0\ntrain:\n  steps: {asked}\n")
-    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "reward": 0.5}) + "\n" for step in (1, 2, 3)))
+def test_a_run_that_ended_early_names_what_continues_it(tmp_path: Path, cause, asked: int, notice: str) -> None:
+    run = run_folder(tmp_path / "a run", [row(step, reward=0.5) for step in (1, 2, 3)], f"train: {{steps: {asked}}}\n")
     if cause:
         kind = "done" if cause == "done" else "stopped" if cause.startswith("SIGINT") else "failed"
-        (run / "summary.json").write_text(
-            json.dumps({"steps": 3, "exit": cause, "exit_cause": cause.partition("; ")[0], "exit_kind": kind})
-        )
+        summary = {"steps": 3, "exit": cause, "exit_cause": cause.partition("; ")[0], "exit_kind": kind}
+        (run / "summary.json").write_text(json.dumps(summary))
     found = view(run)
     assert found.notice.startswith(notice)
     assert bool(found.notice) == bool(notice)
@@ -121,15 +112,12 @@ def test_a_run_that_ended_early_says_so_with_the_command_that_continues_it(
 
 def written(run: Path, *overrides: str, **replaced: dict[str, Any]) -> Path:
     """A run that has begun. replaced: {section: value} of its config."""
-    config = OmegaConf.to_container(OmegaConf.create(save(compose(list(overrides))))) | {"overrides": list(overrides)}
-    for section, value in replaced.items():
-        *outer, last = section.split("__")
-        (config[outer[0]] if outer else config)[last] = value
     choices = OmegaConf.to_container(compose(list(overrides), with_hydra=True).hydra.runtime.choices)
-    (run / ".hydra").mkdir(parents=True)
+    values = OmegaConf.to_container(OmegaConf.create(save(compose(list(overrides))))) | {"overrides": list(overrides)}
+    algorithm = values["algorithm"] | replaced.pop("algorithm", {})
+    run_folder(run, [row(1, reward=0.5)], json.dumps(values | replaced | {"algorithm": algorithm}))
+    (run / ".hydra").mkdir()
     (run / ".hydra" / "hydra.yaml").write_text(json.dumps({"hydra": {"runtime": {"choices": choices}}}))
-    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
-    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5}) + "\n")
     return run
 
 
@@ -152,7 +140,7 @@ def test_a_report_runs_no_code_of_a_run(tmp_path: Path) -> None:
         ("module", "os.system", "algorithm/advantage/std"),
     ):
         parts = {"reward": {"mine": {"_target_": reward, "weight": 2.0}}}
-        written(tmp_path / "runs" / name, **parts, algorithm__advantage={"_target_": advantage})
+        written(tmp_path / "runs" / name, **parts, algorithm={"advantage": {"_target_": advantage}})
     found = page(tmp_path / "runs")
     assert not mark.exists()
     formulas = {view.name: bool(view.formula) for view in found.runs}

@@ -55,17 +55,13 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return made
 
 
-def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
-    return str(tokenizer.decode(ids, skip_special_tokens=False))
-
-
 @pytest.mark.parametrize("text", TEXTS)
 def test_pieces_join_to_the_decoded_text(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     pieces = TokenTexts(tokenizer)(ids)
     assert pieces is not None
     assert len(pieces) == len(ids)
-    assert "".join(pieces) == decoded(tokenizer, ids)
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("text", ["日本語", "👩‍👩‍👧", "café"])
@@ -73,7 +69,8 @@ def test_a_character_that_is_cut_off_keeps_its_place_at_the_end(tokenizer: Token
     whole = tokenizer.encode(text, add_special_tokens=False).ids
     for end in range(1, len(whole) + 1):
         pieces = TokenTexts(tokenizer)(whole[:end])  # None: the completion is shown as text
-        assert pieces is None or (len(pieces) == end and "".join(pieces) == decoded(tokenizer, whole[:end]))
+        shown = tokenizer.decode(whole[:end], skip_special_tokens=False)
+        assert pieces is None or (len(pieces) == end and "".join(pieces) == shown)
 
 
 def test_ids_outside_the_vocabulary_do_not_stop_the_page(tokenizer: Tokenizer) -> None:

@@ -1,24 +1,154 @@
-"""Printed formulas give the same values as the code: they are read as Python and evaluated on random numbers."""
+"""Every part has a formula, and printed formulas give the code's values: they are evaluated on random numbers."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+import re
+import unicodedata
 from typing import Any
 
 import pytest
 import torch
-from explain.evaluation import computed
 
 from grpocli.algorithm.advantage import BatchStd, Center, LeaveOneOut, Mad, MaxRL, NoAdvantage, ReinforcePlusPlus, Std
 from grpocli.algorithm.aggregate import Constant, SequenceMean, TokenMean, Totals
+from grpocli.algorithm.algorithm import PARTS
 from grpocli.algorithm.correction import Preset, SequenceMask, SequenceTruncate, TokenMask, TokenTruncate
 from grpocli.algorithm.kl import K1, K2, K3
 from grpocli.algorithm.objective import Cispo, Clip, Dppo, Geometric, Mirror, Sapo
 from grpocli.algorithm.question_weight import Difficulty
-from grpocli.composition.compose import build_run, compose
-from grpocli_tools.explain.explanation import explanation
-from grpocli_tools.explain.formulas import Formula, formula_of
+from grpocli.composition.compose import build_run, compose, register_parts
+from grpocli.config.parts import CLASSES, choices_of
+from grpocli_tools.explain.explanation import explanation, part_section
+from grpocli_tools.explain.formulas import Formula, formula_of, written_formulas
+
+register_parts()
+CHOICES = [(kind, one, CLASSES[f"algorithm/{kind}/{one}"]) for kind in PARTS for one in choices_of(f"algorithm/{kind}")]
+VALUES: dict[str, list[Any]] = {
+    **{key: [False, True] for key in ("on_policy", "informative_only", "mask_truncated")},
+    **{key: ["none", "token", "sequence"] for key in ("weigh", "drop")},
+    **{key: [0.0, 0.1] for key in ("drift", "tau")},
+    "level": ["token", "sequence"],
+    "dual": [None, 3.0],
+    "delta": [None, 4.0],
+    "high": [1.5, 1.6],
+    "low": [0.2],
+    "drop_above": [None, 0.1],
+    "divergence": ["tv", "kl"],
+    "over": ["samples", "tokens"],
+    "scale": ["none", "others"],
+    "beta": [0.0, 0.04],
+    "sync_every": [0, 5],
+    "scope": ["batch", "group", "micro_batch"],
+    "on_exhausted": ["train_partial", "error"],
+    "surplus": ["discard", "carry"],
+    "reward": [None, "math", "score"],
+}
+
+
+def instances(made: type[Any]) -> list[Any]:
+    """A part with every combination of the values that may change its formula."""
+    names = [f.name for f in dataclasses.fields(made) if f.name in VALUES]
+    return [made(**dict(zip(names, values, strict=True))) for values in itertools.product(*(VALUES[n] for n in names))]
+
+
+@pytest.mark.parametrize(("kind", "choice", "made"), CHOICES, ids=str)
+def test_every_part_has_a_formula_that_names_its_source_and_symbols(kind: str, choice: str, made: type[Any]) -> None:
+    """Or it gives a reason; every field of a part is a symbol or a setting."""
+    assert made.__name__ in written_formulas() or formula_of.dispatch(made) is not formula_of.dispatch(object)
+    fields = {f.name for f in dataclasses.fields(made)}
+    of_the_loss = {"kl": "β", "entropy": "λ"}.get(kind, "")
+    for part in instances(made):
+        formula = formula_of(part)
+        assert (formula.source and all(formula.source)) if formula.lines else formula.note
+        assert set(formula.symbols.values()) <= fields
+        said = " ".join((*formula.lines, formula.note, of_the_loss))
+        assert [symbol for symbol in formula.symbols if symbol not in said] == []
+        section = part_section(f"algorithm/{kind}", part)
+        keys = {s.key for s in section.symbols} | {key for key, _ in section.settings}
+        assert keys == {f"algorithm.{kind}.{name}" for name in fields}
+
+
+def test_no_symbol_has_two_meanings() -> None:
+    """Parts of different kinds are shown together, so what one defines another does not define otherwise."""
+    meanings: dict[str, dict[str, set[str]]] = {}
+    for kind, _, made in CHOICES:
+        for formula in map(formula_of, instances(made)):
+            defined = [piece.partition(" = ") for line in formula.lines for piece in line.split(";  ")]
+            said = [(name, right) for name, equals, right in defined if equals and " " not in name]
+            for symbol, meaning in [*said, *formula.symbols.items()]:
+                meanings.setdefault(symbol, {}).setdefault(kind, set()).add(meaning)
+    shared = {symbol: by_kind for symbol, by_kind in meanings.items() if len(by_kind) > 1}
+    assert {symbol for symbol, by_kind in shared.items() if len(set.union(*by_kind.values())) > 1} == set()
+
+
+NAMES = {
+    "min": min,
+    "max": max,
+    "exp": math.exp,
+    "log": math.log,
+    "clip": lambda x, low, high: min(max(x, low), high),
+    "σ": lambda x: 1 / (1 + math.exp(-x)),
+    "sg": lambda x: x,
+    "mean_G": lambda xs: sum(xs) / len(xs),
+    "Σ_G": sum,
+    "sqrt": math.sqrt,
+    "sign": lambda x: (x > 0) - (x < 0),
+}
+
+
+def python_of(formula: str) -> str:
+    """A formula's right side as a Python expression."""
+    text = formula.replace("−", "-").replace("≤", "<=").replace("≥", ">=")
+    text = re.sub(r"sg\[(.*)\]", r"sg(\1)", text)
+    text = re.sub(r"\( Π_t (.*) \)\^\(1 / \|o_i\|\)", r"product(lambda o_it: \1)**(1 / length)", text)
+    text = text.replace("Σ_j∈U |o_j|", "tokens_U").replace("Σ_G |o_j|", "tokens_G").replace("|o_i|", "length")
+    text = re.sub(r"log (π_\w+\(o_it\)|r_it)", r"log(\1)", text)
+    text = re.sub(r"√\( (.*) \)", r"sqrt(\1)", text)
+    text = re.sub(r"mean_G \|s - mean_G s\|", "mean_G([abs(s - mean_G(all_s)) for s in all_s])", text)
+    text = re.sub(r"Σ_G \(s - mean_G s\)²", "Σ_G([(s - mean_G(all_s))**2 for s in all_s])", text)
+    text = re.sub(r"(mean|std|MAD)_G s\b", lambda m: "mean_G(all_s)" if m[1] == "mean" else f"{m[1]}_G", text)
+    text = text.replace("²", "**2")
+    text = re.sub(r"(.*) where (.*?), else (.*)", r"(\1) if \2 else (\3)", text)
+    text = re.sub(r"(.*) where (.*?),  (.*) where .*", r"(\1) if \2 else (\3)", text)
+    words = r"(?!(?:if|else|for|in|lambda|and)\b)"
+    return re.sub(
+        rf"(?<!\bif)(?<!\belse)(?<!\bfor)(?<!\band)(?<!\bin)(?<!lambda)(?<=[\w)]) {words}(?=[\w(])", " * ", text
+    )
+
+
+def computed(lines: tuple[str, ...], wanted: str, values: dict[str, Any]) -> float:
+    """The value of a symbol that one of the lines defines, from the symbols on the right sides."""
+    definitions = {}
+    for line in lines:
+        for piece in line.split(";  "):
+            name, equals, right = piece.partition(" = ")
+            if equals and " " not in name.replace("_G s", ""):
+                definitions[name.replace("_G s", "_G")] = right.split(",  n scores")[0].strip()
+    scope: dict[str, Any] = {identifier(name): value for name, value in (NAMES | values).items()}
+    definitions = {identifier(name): identifier(python_of(right)) for name, right in definitions.items()}
+    wanted = identifier(wanted)
+    while wanted not in scope:
+        ready = [name for name in definitions if name not in scope and not _unknown(definitions[name], scope)]
+        assert ready, f"{wanted} cannot be computed from {definitions}"
+        for name in ready:
+            scope[name] = eval(definitions[name], scope)
+    return float(scope[wanted])
+
+
+def identifier(text: str) -> str:
+    """Python normalises identifiers: ℓ becomes l."""
+    return unicodedata.normalize("NFKC", text)
+
+
+def _unknown(expression: str, scope: dict[str, Any]) -> set[str]:
+    names = set(re.findall(r"(?<![\w.])[^\W\d]\w*", expression))
+    bound = {"if", "else", "for", "in", "lambda", "and", "abs"} | ({"o_it"} if "lambda" in expression else set())
+    bound |= {"s"} if "for s in" in expression else set()
+    return names - bound - set(scope)
+
 
 T = 3
 CLIPS = [

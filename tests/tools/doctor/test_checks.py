@@ -1,20 +1,107 @@
-"""Every check names what is broken, says what to do, and is an error only where the run cannot do without."""
+"""`grpocli doctor`: each check names what is broken and is an error only where a run, or the config, needs it."""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from doctor.machines import TORCH, by_name, machine, said
+from cli.running import run_here
+from huggingface_hub import constants
 
+from grpocli.composition.compose import build_run
 from grpocli.hub import ask
 from grpocli.progress import unreported
+from grpocli_tools.command_line import composed
 from grpocli_tools.doctor import resources, software
-from grpocli_tools.doctor.machine import GIB, Ended, Finding, Machine, MachineCheck, Needs, Package, examine, ok
+from grpocli_tools.doctor.doctor_command import CheckedConfig, runs_in
+from grpocli_tools.doctor.machine import (
+    GIB,
+    Ended,
+    Finding,
+    Machine,
+    MachineCheck,
+    Needs,
+    Package,
+    examine,
+    ok,
+    run_command,
+)
 from grpocli_tools.doctor.resources import MIB
+
+FILES = {
+    "proc/meminfo": "MemTotal:       16000000 kB\nMemAvailable:   12000000 kB\n",
+    "proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu avx2 avx512f\n\nprocessor\t: 1\nflags\t\t: fpu avx2 avx512f\n",
+    "proc/self/cgroup": "0::/job\n",
+}
+TORCH = [
+    {"version": "2.13.0", "cuda": "13.0", "hip": None},
+    {"cpu": True},
+    {"gpus": []},
+    {"importing": "", "broken": {}, "seconds": 5.0},
+]
+VLLM = [{"device": "cpu", "seconds": 6.0}, {"kernels": True}]
+
+
+def said(*objects: Mapping[str, Any], code: int | None = 0, err: str = "") -> Ended:
+    """A probe that printed these objects."""
+    return Ended(code, "".join(f"{json.dumps(one)}\n" for one in objects), err)
+
+
+def machine(
+    folder: Path,
+    *,
+    files: Mapping[str, str] = {},
+    environ: Mapping[str, str] = {},
+    answers: Mapping[str, Ended] = {},
+    packages: Iterable[Package] = (),
+    free: float = 100 * 2**30,
+    **more: Any,
+) -> Machine:
+    """A machine in a folder. answers: what commands and probes end with, by a part of their command line.
+
+    free: bytes on every disk.
+    """
+    for path, text in {**FILES, **files}.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    for name in ("dev/shm", "home", "work", "bin"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    known = {
+        "probes.py torch": said(*TORCH),
+        "probes.py vllm": said(*VLLM),
+        "probes.py sandbox": said({"backend": "bubblewrap"}),
+    }
+
+    def command(words: Sequence[str], seconds: float, environ: Mapping[str, str]) -> Ended:
+        line = " ".join(words)
+        found = {**known, **answers}
+        return next((found[part] for part in found if part in line), None) or run_command(words, seconds, environ)
+
+    for name, part in {"nvidia-smi": "query-gpu", "sbatch": "sbatch", "sinfo": "sinfo"}.items():
+        if part in answers:
+            (folder / "bin" / name).write_text("#!/bin/sh\n")
+            (folder / "bin" / name).chmod(0o755)
+    return Machine(
+        environ={"HOME": str(folder / "home"), "PATH": str(folder / "bin"), **environ},
+        folder=folder / "work",
+        root=folder,
+        command=command,
+        packages=lambda: {one.name: one for one in packages},
+        disk_usage=lambda path: SimpleNamespace(free=free, total=2 * free),
+        reach=more.pop("reach", lambda url: ""),
+        **more,
+    )
+
+
+def by_name(findings: Iterable[Finding]) -> dict[str, Finding]:
+    return {one.name: one for one in findings}
+
 
 GPU = "0, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 9.0, GPU-1"
 SEEN = {"name": "NVIDIA H100", "free": 80 * GIB, "total": 80 * GIB, "computes": True}
@@ -168,7 +255,7 @@ def test_the_token_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_check_that_hangs_or_fails_is_a_warning_with_its_name(tmp_path: Path) -> None:
     forever = threading.Event()
-    told: list[tuple[float, str]] = []
+    told: list[tuple[Any, ...]] = []
 
     def hangs(machine: Machine, needs: Needs) -> list[Finding]:
         forever.wait()
@@ -182,16 +269,12 @@ def test_a_check_that_hangs_or_fails_is_a_warning_with_its_name(tmp_path: Path) 
         MachineCheck("b", "fails", fails),
         MachineCheck("a", "works", lambda machine, needs: [ok("works", "it does")]),
     ]
-    groups = examine(
-        checks, machine(tmp_path), DEFAULT, lambda done, total, unit, detail="": told.append((total, unit))
-    )
+    groups = examine(checks, machine(tmp_path), DEFAULT, lambda *said: told.append(said))
     forever.set()
-    assert [(group.title, [(one.name, one.status) for one in group.findings]) for group in groups] == [
-        ("a", [("hangs", "warning"), ("works", "ok")]),
-        ("b", [("fails", "warning")]),
-    ]
+    found = {group.title: {one.name: one.status for one in group.findings} for group in groups}
+    assert found == {"a": {"hangs": "warning", "works": "ok"}, "b": {"fails": "warning"}}
     assert "RuntimeError: no idea" in groups[1].findings[0].detail
-    assert told[0] == (0, "0 of 3 checks")
+    assert told[0][1:3] == (0, "0 of 3 checks")
     assert examine([], machine(tmp_path), DEFAULT, unreported) == []
 
 
@@ -208,3 +291,89 @@ def test_a_proxy_that_is_no_url_is_named_without_its_password(monkeypatch: pytes
         monkeypatch.setenv("HTTPS_PROXY", proxy)
         reason = ask("https://huggingface.co")
         assert (bool(reason), "secret" in reason) == (True, False)
+
+
+OWN = Package("grpocli", "0.1.0")
+VLLM, QWEN = "engine=vllm", "model=qwen2.5-1.5b"
+
+
+def checked(*words: str, runs: Path | None = None) -> CheckedConfig:
+    chosen = [word for word in words if not word.startswith("hydra")]
+    return CheckedConfig(build_run(composed(chosen, None)), words, runs)
+
+
+def findings(config: CheckedConfig, here: Machine) -> dict[str, Finding]:
+    groups = examine(config.checks(), here, config.needs(), unreported)
+    return by_name(one for group in groups for one in group.findings)
+
+
+CRASH = {"probes.py torch": said(code=1, err="ImportError: libcudart.so.13\n")}
+GPUS = {"probes.py torch": said(*TORCH[:2], {"gpus": [{"name": "H100"}] * 2}, TORCH[3])}
+# overrides, answers of the machine: the line's name and status, a part of its detail, and its advice
+LINES: list[tuple[list[str], dict[str, Ended], tuple[str, str, str, str]]] = [
+    (["train.steps=3"], {}, ("model", "ok", "no file or package is missing", "")),
+    (["train.steps=3"], {}, ("devices", "ok", "no GPU; the run computes on the CPU", "")),
+    (["tracker=trackio"], {}, ("tracker", "ok", "", "")),
+    (["task=jsonl", "task.path=no.jsonl"], {}, ("data", "error", "task.path=no.jsonl", "")),
+    (["model=hf", "model.path=./nowhere"], {}, ("model", "error", "model.path=./nowhere", "")),
+    (["hardware.device=cuda"], {}, ("devices", "error", "there is no GPU", "hardware.device=cpu")),
+    (["hardware.processes=3", "engine=transformers"], GPUS, ("devices", "error", "hardware.processes=3", "")),
+    (["hydra/launcher=slurm"], {}, ("devices", "-", "those of the cluster's nodes", "")),
+]
+
+
+@pytest.mark.parametrize(("words", "answers", "line"), LINES, ids=str)
+def test_a_config_gets_a_line_of_each_check(words: list[str], answers: Any, line: Any, tmp_path: Path) -> None:
+    name, status, detail, advice = line
+    found = findings(checked(*words), machine(tmp_path, answers=answers))[name]
+    assert (found.status, detail in found.detail, advice in found.advice) == (status, True, True), found
+    assert bool(found.advice) == (status in ("warning", "error"))
+
+
+def test_a_package_that_a_choice_needs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpocli.models.lora.find_spec", lambda name: None)
+    found = findings(checked("model.lora.rank=4"), machine(tmp_path))["model"]
+    assert (found.status, "peft" in found.detail) == ("error", True)
+
+
+def test_the_runs_folder_is_that_of_the_overrides(tmp_path: Path) -> None:
+    assert runs_in(["hydra.run.dir=runs/first"], tmp_path) == tmp_path / "runs" / "first"
+    assert runs_in(["hydra.run.dir='/big/${now:%H}/x'"], tmp_path) == Path("/big")
+    assert runs_in(["train.steps=3"], tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ([VLLM], Needs(vllm=VLLM)),
+        ([VLLM, "engine.base_url=http://127.0.0.1:8000"], Needs()),
+        (["task=mbpp", "reward=[code]"], Needs(sandbox="reward=[code]", hub="task.path=google-research-datasets/mbpp")),
+        (["hydra/launcher=slurm", "hardware.device=cuda", VLLM], Needs(slurm="hydra/launcher=slurm")),
+        (["task=gsm8k", "reward=[math]"], Needs(hub="task.path=openai/gsm8k")),
+        ([QWEN, "task=gsm8k"], Needs(hub="model.path=Qwen/Qwen2.5-1.5B-Instruct, task.path=openai/gsm8k")),
+    ],
+)
+def test_what_a_config_needs(words: list[str], wanted: Needs) -> None:
+    assert checked(*words).needs() == wanted
+
+
+def test_what_is_in_the_cache_does_not_come_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HOME", tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", tmp_path / "hub")
+    (tmp_path / "datasets" / "open-r1___dapo-math-17k-processed").mkdir(parents=True)
+    (tmp_path / "hub" / "models--Qwen--Qwen2.5-1.5B-Instruct").mkdir(parents=True)
+    assert checked(QWEN, "task=dapo-math-17k").needs().hub == ""
+
+
+def test_the_exit_code_is_1_with_an_error_and_json_has_its_line(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("grpocli_tools.doctor.machine.Machine", lambda: machine(tmp_path, packages=[OWN]))
+    assert run_here("doctor") == 0
+    assert "Ready for the default run: no errors" in capsys.readouterr().out
+    broken = machine(tmp_path, packages=[OWN], answers=CRASH)
+    monkeypatch.setattr("grpocli_tools.doctor.machine.Machine", lambda: broken)
+    assert run_here("doctor", "--json", "recipe=dapo-qwen2.5-32b") == 1
+    lines = json.loads(capsys.readouterr().out)
+    assert all(set(line) == {"name", "status", "detail", "advice"} for line in lines)
+    assert [line["advice"] for line in lines if line["status"] in ("warning", "error") and not line["advice"]] == []
+    status = {line["name"]: line["status"] for line in lines}
+    assert (status["torch"], status["GPUs"]) == ("error", "-")
