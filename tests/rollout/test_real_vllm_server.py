@@ -256,9 +256,8 @@ def fresh(running: Running) -> Running:
 @pytest.fixture(scope="module")
 def transformers(running: Running) -> Any:
     """The in-process sampler with the model's first weights."""
-    policy = SimpleNamespace(
-        model=TinyPolicy(Path(running.context.job.model_path)).model, sampling_mode=torch.inference_mode
-    )
+    model = TinyPolicy(Path(running.context.job.model_path)).model
+    policy = SimpleNamespace(model=model, sampling_mode=torch.inference_mode)
     return Transformers().connect(replace(running.context, policy=policy))  # type: ignore[arg-type]
 
 

@@ -88,13 +88,15 @@ def test_gradient_flows_through_the_penalty(little_model) -> None:
 
 @torch.no_grad()
 def test_greedy_takes_the_likeliest_token_after_the_penalty(little_model) -> None:
-    greedy = replace(PENALISED, temperature=0.0, repetition_penalty=5.0)
-    processor = RepetitionPenaltyLogitsProcessor(5.0)
-    plain, penalised = (sampled(little_model, one, n=1) for one in (replace(greedy, repetition_penalty=1.0), greedy))
-    for prompt, done in penalised:
-        ids = list(prompt)
-        for token in done.token_ids:
-            logits = little_model(input_ids=torch.tensor([ids])).logits[:, -1]
-            assert int(processor(torch.tensor([ids]), logits).argmax()) == token
-            ids.append(token)
-    assert [c.token_ids for _, c in plain] != [c.token_ids for _, c in penalised]
+    said = {}
+    for penalty in (1.0, 5.0):
+        processor = RepetitionPenaltyLogitsProcessor(penalty)
+        done = sampled(little_model, replace(PENALISED, temperature=0.0, repetition_penalty=penalty), n=2)
+        for prompt, one in done:
+            ids = list(prompt)
+            for token in one.token_ids:
+                logits = little_model(input_ids=torch.tensor([ids])).logits[:, -1]
+                assert int(processor(torch.tensor([ids]), logits).argmax()) == token
+                ids.append(token)
+        said[penalty] = [one.token_ids for _, one in done]
+    assert said[1.0] != said[5.0]

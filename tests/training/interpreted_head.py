@@ -58,9 +58,7 @@ def test_scores_of_logits(temperature: float, vocabulary: int, dtype: torch.dtyp
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("pieces", [False, True])
-def test_a_head_equals_float64(
-    pieces: bool, temperature: float, wide: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_equals_float64(pieces: bool, temperature: float, wide: bool, dtype: torch.dtype, monkeypatch) -> None:
     """Hidden states and weights of a dtype; gradients of both, in one piece or in pieces with remainders."""
     if pieces:
         monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", ROWS * 100)

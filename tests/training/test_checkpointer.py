@@ -41,9 +41,7 @@ def test_sharded_weights_are_written_in_the_callers_thread() -> None:
 
 
 @pytest.mark.processes
-def test_rollouts_are_sampled_while_a_checkpoint_is_written(
-    grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rollouts_are_sampled_while_a_checkpoint_is_written(grpocli, tmp_path: Path, monkeypatch) -> None:
     sampling, overlapped = threading.Event(), []
     save, generate = checkpoint.save, TransformersEngine.generate
 
@@ -69,9 +67,7 @@ def test_rollouts_are_sampled_while_a_checkpoint_is_written(
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_the_run_before_another_update(
-    grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_ends_the_run_before_another_update(grpocli, tmp_path: Path, monkeypatch) -> None:
     def full(path: Path, *rest: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 

@@ -98,9 +98,7 @@ def test_every_optimizer_skips_an_update_that_overflows(little_model, name: str)
 RUN = [*SMALL, *EVEN, "model.dtype=float16", "checkpoint.every=1", "checkpoint.keep=0", "train.steps=4"]
 
 
-def test_a_run_skips_updates_says_so_once_and_resumes_to_the_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
+def test_a_run_skips_updates_says_so_once_and_resumes_to_the_bit(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(parallel, "FIRST_SCALE", 2.0**30)
     monkeypatch.setattr(parallel, "GOOD_UPDATES", 2)
     overrides = [*RUN, "train.epochs=4", "optim.lr=1e-4"]
@@ -120,9 +118,8 @@ def test_a_run_skips_updates_says_so_once_and_resumes_to_the_bit(
 def test_a_scale_below_one_ends_the_run(world, tmp_path: Path) -> None:
     run = SimpleNamespace(optim=AdamW(), rollout=Rollouts())
     checks = UpdateChecks(run, RunDir(tmp_path), None, world)  # type: ignore[arg-type]
-    with pytest.raises(
-        RunError, match=r"step 3: gradients overflow float16 even without a scale.*model\.dtype=bfloat16"
-    ):
+    said = r"step 3: gradients overflow float16 even without a scale.*model\.dtype=bfloat16"
+    with pytest.raises(RunError, match=said):
         checks.check_loss(3, {SCALE: 0.5, SKIPPED: 1, "loss": 0.1})
     checks.check_loss(3, {SCALE: 1.0, SKIPPED: 1, "loss": float("nan")})
     with pytest.raises(RunError, match="loss is nan"):

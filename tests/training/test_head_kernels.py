@@ -13,9 +13,7 @@ from packaging.version import Version
 
 @pytest.mark.survival
 def test_kernels_equal_float64() -> None:
-    triton = pytest.importorskip(
-        "triton", reason="triton comes with torch for CUDA and with vLLM; neither is installed"
-    )
+    triton = pytest.importorskip("triton", reason="it comes with torch for CUDA and with vLLM; neither is installed")
     if Version(triton.__version__) < Version("3.7"):
         pytest.skip(f"the interpreter of Triton {triton.__version__} does not run with today's NumPy")
     file = Path(__file__).with_name("interpreted_head.py")

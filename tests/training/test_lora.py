@@ -85,16 +85,14 @@ def test_sampling_follows_the_updates_and_keeps_the_base_frozen(little_model, wo
     assert all(p.grad is None for p in policy.model.parameters())
 
 
-def run_of(algorithm: str, lora: Lora) -> SimpleNamespace:
-    return SimpleNamespace(algorithm=built(*algorithm.split()), model=HuggingFace(path="base", lora=lora))
+def run_of(algorithm: str) -> SimpleNamespace:
+    return SimpleNamespace(algorithm=built(*algorithm.split()), model=HuggingFace(path="base", lora=LORA))
 
 
-def test_a_fixed_reference_is_the_base_and_a_moving_one_a_second_model(
-    little_model, world, rows, tmp_path: Path
-) -> None:
+def test_a_fixed_reference_is_the_base_and_a_moving_one_another_model(little_model, world, rows, tmp_path) -> None:
     policy = lora_policy(little_model, world)
     job = SimpleNamespace(model_path="/there/is/no/model/to/load")
-    reference = load_reference(run_of("algorithm=grpo", LORA), job, policy, None)
+    reference = load_reference(run_of("algorithm=grpo"), job, policy, None)
     assert isinstance(reference, BaseReference)
     assert {id(p) for p in reference.model.parameters()} == {id(p) for p in policy.model.parameters()}
     up = updater(policy, world, reference)
@@ -104,16 +102,14 @@ def test_a_fixed_reference_is_the_base_and_a_moving_one_a_second_model(
     assert reference.logp(batch, SAMPLING).equal(logp(little_model, rows))
     assert not policy.scores(batch, SAMPLING)[0].equal(logp(little_model, rows))
     little_model.save_pretrained(tmp_path)
-    moves, job = run_of("algorithm=grpo algorithm.kl.sync_every=2", LORA), SimpleNamespace(model_path=str(tmp_path))
+    moves, job = run_of("algorithm=grpo algorithm.kl.sync_every=2"), SimpleNamespace(model_path=str(tmp_path))
     second = load_reference(moves, job, policy, None)
     assert type(second) is Reference
     assert not {id(p) for p in second.model.parameters()} & {id(p) for p in policy.model.parameters()}
 
 
 def test_mixing_is_tr_dpos_formula_on_merged_weights(little_model, world, rows) -> None:
-    """The formula is reference <- alpha (W + (lora alpha / rank) B A) + (1 - alpha) reference, twice, from reference =
-    W.
-    """
+    """reference <- alpha (W + (lora alpha / rank) B A) + (1 - alpha) reference, twice, from reference = W."""
     policy = lora_policy(little_model, world)
     reference = Reference(copy.deepcopy(little_model), policy)
     up = updater(policy, world, reference)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, get_scheduler
+from training.test_packing import fresh
+from transformers import LlamaForCausalLM, get_scheduler
 
 from grpocli.distributed.parallel import loss_scaler, step
 from grpocli.distributed.world import World
@@ -31,9 +32,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 def model() -> LlamaForCausalLM:
     """A model with matrices of more and of fewer than 4,096 numbers."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=False))
+    return fresh(vocab_size=97, hidden_size=64, intermediate_size=96)
 
 
 @pytest.fixture(params=OPTIMIZERS)
@@ -106,9 +105,8 @@ def test_muon_takes_torchs_steps_for_matrices_in_layers_and_adamws_for_the_rest(
     ends = [theirs.model.embed_tokens.weight, theirs.lm_head.weight]
     norms = [p for p in theirs.parameters() if p.ndim == 1]
     muon = torch.optim.Muon(layers, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(
-        [{"params": ends, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}], fused=True
-    )
+    groups = [{"params": ends, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, fused=True)
     for number in range(3):
         give_gradients(theirs, number)
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
@@ -127,9 +125,8 @@ def test_eight_bits_follow_adamw(model) -> None:
     for name in ("adamw", "adamw_8bit"):
         trained = copy.deepcopy(model)
         updates(trained, make_optimizer(OPTIMIZERS[name], trained), range(5))
-        runs[name] = torch.cat(
-            [(new - old).flatten() for new, old in zip(weights(trained).values(), weights(model).values(), strict=True)]
-        )
+        pairs = zip(weights(trained).values(), weights(model).values(), strict=True)
+        runs[name] = torch.cat([(new - old).flatten() for new, old in pairs])
     difference = (runs["adamw_8bit"] - runs["adamw"]).norm() / runs["adamw"].norm()
     assert 0 < difference < 0.05
 

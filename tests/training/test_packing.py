@@ -316,9 +316,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("sampling", "packed"), [(Sampling(1), True), (Sampling(1, top_p=0.9), False)])
-def test_logits_of_all_tokens_are_never_in_memory(
-    monkeypatch: pytest.MonkeyPatch, packed: bool, sampling: Sampling
-) -> None:
+def test_logits_of_all_tokens_are_never_in_memory(monkeypatch, packed: bool, sampling: Sampling) -> None:
     """This holds for the forward and the backward; only the gradient of the head is as large as its weight."""
     vocabulary, tokens = 5000, 200
     for name, numbers in (("LOGITS_AT_ONCE", 10 * vocabulary), ("COLUMNS", vocabulary // 25)):
@@ -389,9 +387,7 @@ def with_other_gradients(query: Any, key: Any, value: Any, **how: Any) -> Any:
 
 
 @pytest.mark.parametrize("kernel", [torchs.flex_attention, with_other_gradients, transposed])
-def test_attention_is_sdpas_where_the_default_kernel_is_wrong(
-    world, kernel: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_is_sdpas_where_the_default_kernel_is_wrong(world, kernel: Any, monkeypatch) -> None:
     """As on a GPU; in an untrained model, whose log-probs hardly depend on attention."""
     flex_attention_as_on_a_gpu(kernel, monkeypatch)
     policy = Policy(model := fresh(), model, torch.bfloat16, world.parallel)

@@ -209,12 +209,6 @@ def assert_same_scores(scored: list[Any], alone: list[Any], name: str) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=0.1 if name in updating.IN_16_BITS else 1e-5)
 
 
-def test_packed_and_padded_rows_give_the_same_update(results) -> None:
-    """Their micro-batches split groups differently."""
-    alone = results[1, 0, "ddp"]
-    assert (alone["padded"]["weights"] - alone["grpo"]["weights"]).abs().max() <= 1e-6
-
-
 @pytest.mark.parametrize("saved", ["ddp", "fsdp2"])
 def test_any_number_of_processes_resumes_a_checkpoint(processes: Processes, saved: str) -> None:
     """Two processes save it; one and three resume it, with the same and another `hardware.parallel`."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models.architectures import architecture
+from training.test_packing import rows_of
 from training.updating import train_step, updater_for
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
@@ -34,16 +35,7 @@ def mixture() -> Any:
 
 def rows() -> list[Row]:
     """Three groups, one without a signal; a completion without a token in the loss."""
-    noise = torch.Generator().manual_seed(1)
-
-    def ids(n: int) -> list[int]:
-        return torch.randint(7, 100, (n,), generator=noise).tolist()
-
-    made = []
-    for group, (prompt, lengths, advantage) in enumerate([(9, (4, 15, 7), 1.0), (3, (12, 5), -0.7), (14, (6, 6), 0.0)]):
-        prompt_ids = ids(prompt)
-        for n in lengths:
-            made.append(Row(prompt_ids, ids(n), [1] * n, advantage, group, [-3.0] * n))
+    made = rows_of([(9, [(4, 1.0), (15, 1.0), (7, 1.0)]), (3, [(12, -0.7), (5, -0.7)]), (14, [(6, 0.0), (6, 0.0)])])
     made[NO_TOKENS] = replace(made[NO_TOKENS], mask=[0] * len(made[NO_TOKENS].mask))
     return made
 
@@ -61,10 +53,8 @@ def updated(
     optimizer = torch.optim.SGD(mine.parameters(), lr=0.0)
     kept: list[torch.Tensor] = []
     optimizer.register_step_pre_hook(lambda *_: kept.append(gradient(mine)))
-    optim = AdamW(max_grad_norm=0.0)
-    updater = updater_for(
-        None, world, *overrides, policy=policy, optim=optim, sampling=Sampling(20), micro_batch_tokens=tokens
-    )
+    given = {"policy": policy, "optim": AdamW(max_grad_norm=0.0), "sampling": Sampling(20)}
+    updater = updater_for(None, world, *overrides, **given, micro_batch_tokens=tokens)
     updater.optimizer = optimizer
     found = train_step(updater, rows(), n_groups=3)
     return kept[0], found
@@ -75,8 +65,7 @@ def gradient(model: Any) -> torch.Tensor:
 
 
 def defined(model: Any) -> tuple[torch.Tensor, float, float]:
-    """Gradient and value of 0.5 x the loss by transformers' own function, one completion and layer at a time, and the
-    largest load."""
+    """Gradient of half the loss by transformers' function, by completion and layer; its value, and the largest load."""
     mine = copy.deepcopy(model)
     losses, chosen = [], torch.zeros(2, EXPERTS)
     for number, row in enumerate(rows()):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from training.test_packing import fresh
 from training.updating import known, train_step, updater_for
 
 from grpocli.algorithm.kl import EVERY_TASK
@@ -29,13 +30,11 @@ def rows() -> list[Row]:
     return made
 
 
-def other(little_model: Any, seed: int, vocabulary: int = 40) -> Any:
+def other(seed: int, vocabulary: int = 40) -> Any:
     """A model of another shape, with a padded vocabulary."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(seed)
-    config = little_model.config.to_dict() | {"hidden_size": 48, "num_attention_heads": 3, "vocab_size": vocabulary}
-    return LlamaForCausalLM(LlamaConfig(**config | {"head_dim": 16})).eval()
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}
+    return fresh(hidden_size=48, vocab_size=vocabulary, **heads).eval()
 
 
 @torch.no_grad()
@@ -55,7 +54,7 @@ def updater(little_model: Any, world: World, teachers: dict[str, Any], **train: 
 
 @pytest.mark.parametrize("micro_batch_tokens", [10_000, 12])
 def test_each_teacher_scores_only_the_rows_of_its_tasks(little_model, world, micro_batch_tokens: int) -> None:
-    teachers = {"a": other(little_model, 1), "b": other(little_model, 2, vocabulary=64)}
+    teachers = {"a": other(1), "b": other(2, vocabulary=64)}
     up = updater(little_model, world, teachers, micro_batch_tokens=micro_batch_tokens)
     scored = rows()
     train_step(up, scored, n_groups=3)
@@ -68,7 +67,7 @@ def test_a_teacher_with_the_policys_weights_teaches_nothing(little_model, world)
     metrics = train_step(updater(little_model, world, {EVERY_TASK: little_model}), rows(), n_groups=3)
     assert metrics["grad_norm"] < 1e-5
     assert abs(metrics["kl"]) < 1e-6
-    learns = train_step(updater(little_model, world, {EVERY_TASK: other(little_model, 1)}), rows(), n_groups=3)
+    learns = train_step(updater(little_model, world, {EVERY_TASK: other(1)}), rows(), n_groups=3)
     assert learns["grad_norm"] > 0.1
 
 
