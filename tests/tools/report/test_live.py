@@ -41,7 +41,8 @@ def make_run(path: Path, steps: int = 3) -> Path:
     return run_folder(path, [row(step) for step in range(1, steps + 1)], config)
 
 
-build = Builder(lambda run: ["J = 1"], live=True).page
+def build(folders: Any) -> Any:
+    return Builder(lambda run: ["J = 1"], live=True).page(folders)
 
 
 @pytest.fixture
