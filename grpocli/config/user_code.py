@@ -284,7 +284,10 @@ def raised(error: BaseException) -> str:
 
     With GRPOCLI_TRACEBACK=1 the traceback follows. It is part of the text because worker processes send only text.
     """
-    message = " ".join((error.msg if isinstance(error, SyntaxError) else str(error)).split())
+    try:
+        message = " ".join((error.msg if isinstance(error, SyntaxError) else str(error)).split())
+    except Exception:  # noqa: BLE001 - of an error of the user's whose text raises
+        message = ""
     return f"{type(error).__name__}{message and f': {message}'}{where(error)}"
 
 

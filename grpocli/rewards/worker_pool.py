@@ -20,10 +20,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache
 from queue import LifoQueue
-from typing import IO, Any
+from typing import IO, Any, BinaryIO, TextIO
 
 from grpocli.config.environment import SECRET
 from grpocli.errors import RunError
@@ -183,8 +183,9 @@ class WorkerPool:
         with self._mapping:
             self.start(min(self.size, len(items)))
             overruns: list[Overrun] = []
-            calls = [self._callers.submit(self._call, item, overruns) for item in items]
+            calls: list[Future[Any]] = []
             try:
+                calls += [self._callers.submit(self._call, item, overruns) for item in items]
                 return [call.result() for call in calls]
             except BaseException as error:
                 ended = self._closed
@@ -193,7 +194,7 @@ class WorkerPool:
                 self._kill()
                 wait(calls)
                 self.close()  # a late result must not be taken for a result of the next call
-                if ended and isinstance(error, RunError):
+                if ended and isinstance(error, RunError | RuntimeError):
                     raise PoolClosed(f"{self.function} was ended while it scored") from error
                 raise
 
@@ -302,9 +303,13 @@ def serve(function: str, limited: bool) -> None:
     if limited:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY if hard < 0 else min(MOST_MEMORY, hard), hard))
-    given, out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what the function prints must not mix with the results
+    with contextlib.suppress(OSError), os.fdopen(os.dup(0), "rb") as given, os.fdopen(os.dup(1), "w") as out:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(2, 1)  # what the function prints must not mix with the results
+        _serve(function, given, out)  # until its input ends, or the function has closed what is not its own
+
+
+def _serve(function: str, given: BinaryIO, out: TextIO) -> None:
     try:
         module, _, name = function.partition(":")
         called: Callable[..., Any] = getattr(importlib.import_module(module), name)

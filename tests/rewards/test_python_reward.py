@@ -77,6 +77,15 @@ def short(completions, **kwargs):
 def scalar(completions, **kwargs):
     return 1.0
 
+class Unreadable(Exception):
+    def __str__(self):
+        raise self
+
+
+def raises_unreadable(completions, **_):
+    raise Unreadable
+
+
 def raises(completions, **kwargs):
     raise SystemExit("enough")
 
@@ -144,6 +153,7 @@ def test_scores_of_plain_data(reward, sample, name: str, scores: list[float | No
         ("texts", True, ["it returned 'good', expected a number", 1.0]),
         ("raises", False, ["it raised SystemExit: enough (", "it raised SystemExit: enough ("]),
         ("raises", True, ["it raised SystemExit: enough (", "it raised SystemExit: enough ("]),
+        ("raises_unreadable", True, ["it raised Unreadable ("] * 2),
     ],
 )
 def test_what_is_no_score_is_a_failure_with_a_reason(reward, sample, name: str, process: bool, said: list[Any]) -> None:

@@ -51,6 +51,7 @@ def test_versions_that_the_run_has_not_sent_are_refused() -> None:
         ({"logprobs": {"content": [{"logprob": 0.5}] * 4}}, ", 0.5$"),
         ({"logprobs": {"content": [{"logprob": "x"}] * 4}}, "ValueError"),
         ({"token_ids": [0.5, 8, 8, 8]}, ", 0.5$"),
+        ({"token_ids": [0, 8, 9, 8]}, ", 9$"),
         ({"token_ids": [8] * 5, "logprobs": {"content": [{"logprob": -1.0}] * 5}}, "5 tokens"),
         ({"weight_versions": [label(7, 0, 9)]}, "versions of 9"),
         ({"logprobs": {"content": [{"logprob": None}] * 4}}, "TypeError"),
@@ -65,7 +66,7 @@ def test_impossible_completions_are_refused(wrong: dict[str, Any], said: str) ->
     right = {"token_ids": [0, 8, 8, 8], "logprobs": logprobs, "finish_reason": "length", "server": "the server S"}
     assert len(completions([right, right], REQUEST, Sampling(4), version=7)) == 2
     with pytest.raises(EngineError, match=rf"^the server S returned a broken completion: .*{said}"):
-        completions([right, right | wrong], REQUEST, Sampling(4), version=7)
+        completions([right, right | wrong], REQUEST, Sampling(4), version=7, vocabulary=9)
 
 
 def test_text_is_decoded_for_stop_strings_only() -> None:

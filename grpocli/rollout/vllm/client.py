@@ -464,15 +464,21 @@ def sampling_params(request: Request, sampling: Sampling, stop_token_ids: Sequen
 
 
 def completions(
-    choices: Sequence[dict[str, Any]], request: Request, sampling: Sampling, version: int, *, synced: bool = False
+    choices: Sequence[dict[str, Any]],
+    request: Request,
+    sampling: Sampling,
+    version: int,
+    *,
+    synced: bool = False,
+    vocabulary: float = math.inf,
 ) -> list[Completion]:
     """The `n` completions of a request from vLLM's choices, in order. Raises EngineError for a broken answer.
 
     version: of tokens without a label. synced: whether every server was synced before the request, so that any label
-    must be a version of this run.
+    must be a version of this run. vocabulary: the number of the policy's token ids.
     """
     sampling = request.under(sampling)
-    made = [_completion(choice, sampling, version, synced) for choice in choices]
+    made = [_completion(choice, sampling, version, synced, vocabulary) for choice in choices]
     if sampling.temperature == 0:
         made *= request.n
     if len(made) != request.n:
@@ -481,7 +487,9 @@ def completions(
     return made
 
 
-def _completion(choice: dict[str, Any], sampling: Sampling, version: int, synced: bool) -> Completion:
+def _completion(
+    choice: dict[str, Any], sampling: Sampling, version: int, synced: bool, vocabulary: float
+) -> Completion:
     server = choice.get("server", "vLLM")
     try:
         ids, reason = choice["token_ids"], choice["finish_reason"]
@@ -490,7 +498,7 @@ def _completion(choice: dict[str, Any], sampling: Sampling, version: int, synced
         labelled = sum(label["end"] - label["start"] for label in labels)
     except (KeyError, TypeError, ValueError) as error:
         raise EngineError(f"{server} returned a broken completion: {type(error).__name__}: {error}") from error
-    wrong = [repr(one) for one in ids if type(one) is not int or one < 0]
+    wrong = [repr(one) for one in ids if type(one) is not int or not 0 <= one < vocabulary]
     wrong += [repr(one) for one in logprobs if not -math.inf < one <= ROUNDING]
     fits = 0 < len(ids) == len(logprobs) <= sampling.max_tokens and labelled in (0, len(ids))
     if wrong or not fits or reason not in ("stop", "length"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -132,14 +133,15 @@ class VllmEngine(Engine):
         version: int | None,
         world: World,
         reconnect: Callable[[Lost], list[Endpoint]],
+        vocabulary: float = math.inf,
         recover: Callable[[], None] | None = None,
     ) -> None:
         """version: of the servers' weights; None before the first sync to servers that may have any.
 
-        reconnect: waits for lost servers. recover: see `EngineContext`.
+        reconnect: waits for lost servers. vocabulary: how many token ids the policy has. recover: see `EngineContext`.
         """
         self.pool, self._synchronizer, self._stop, self.version = pool, synchronizer, list(stop), version
-        self.world, self._reconnect = world, reconnect
+        self.world, self._reconnect, self._vocabulary = world, reconnect, vocabulary
         self.recover: Callable[[], None] = recover or self._sync_again
         self.restarts = 0  # servers that came back
         self._synced = False
@@ -164,7 +166,9 @@ class VllmEngine(Engine):
         def answered(k: int, choices: Choices) -> None:
             if self._failure:  # after a failed sync they may come from any weights
                 return
-            results[k] = completions(choices, requests[k], sampling, version, synced=synced)
+            results[k] = completions(
+                choices, requests[k], sampling, version, synced=synced, vocabulary=self._vocabulary
+            )
             watch.progress(sum(map(len, results.values())), total, "completions")
             listener(k, results[k])
 
@@ -252,6 +256,7 @@ def connect(options: VllmOptions, context: EngineContext) -> VllmEngine:
         version=0 if options.base_url is None and not job.dummy else None,
         world=context.world,
         reconnect=partial(reconnect, options, job, context.stopping),
+        vocabulary=context.policy.model.get_input_embeddings().num_embeddings,
         recover=context.recover,
     )
 
