@@ -72,10 +72,7 @@ def row_of_rewards(g: int) -> st.SearchStrategy[list[float]]:
     value = st.sampled_from([0.0, 0.1, 0.5, 1.0, -0.7])
     alone = st.tuples(st.integers(0, g - 1), value).map(lambda at: [at[1] if k == at[0] else NAN for k in range(g)])
     return st.one_of(
-        st.lists(value | st.just(NAN), min_size=g, max_size=g),
-        value.map(lambda x: [x] * g),
-        alone,
-        st.just([NAN] * g),
+        st.lists(value | st.just(NAN), min_size=g, max_size=g), value.map(lambda x: [x] * g), alone, st.just([NAN] * g)
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from grpocli.answers.final_answer import answer_expression, final_answer
@@ -64,10 +66,7 @@ def test_without_a_mark_the_last_expression_is_the_answer(text: str, expression:
 @pytest.mark.processes
 def test_every_reward_finds_the_same_answer(sample) -> None:
     text = "<think>It is 7, or \\boxed{7}.</think>\n<answer>5</answer>"
-    math = Math(workers=1, timeout=20)
-    try:
+    with closing(Math(workers=1, timeout=20)) as math:
         for reward in (math, Number(), ExactMatch()):
             assert reward([sample(text, answer="5"), sample(text, answer="7")]) == [1.0, 0.0]
             assert reward.votes([sample(text), sample("5")])[0] == reward.votes([sample("5")])[0]
-    finally:
-        math.close()

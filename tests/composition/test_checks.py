@@ -57,10 +57,7 @@ BAD = [
     ("eval.reward=fluency", "eval.reward"),
     ("task=[arithmetic,calculator] task.arithmetic.rewards=[nope]", "task.arithmetic.rewards"),
     ("reward=[kimi_length,exact_match]", "reward"),
-    (
-        "reward=[exact_match,length_penalty] reward.length_penalty.reward=exact",
-        "reward.length_penalty.reward",
-    ),
+    ("reward=[exact_match,length_penalty] reward.length_penalty.reward=exact", "reward.length_penalty.reward"),
     ("reward=[environment]", "reward"),
     ("algorithm=dgpo reward.exact_match.wrong=-1", "reward.exact_match"),
     ("algorithm=sft task=calculator task.environment.name=a:b reward=none", "task.environment.name"),
@@ -236,13 +233,7 @@ def test_other_commands_check_too(here: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "argv",
-    [
-        ["--help"],
-        ["train", "--cfg", "job"],
-        ["train", "--help"],
-        ["compare", "--help"],
-        ["explain", "algorithm=dgpo"],
-    ],
+    [["--help"], ["train", "--cfg", "job"], ["train", "--help"], ["compare", "--help"], ["explain", "algorithm=dgpo"]],
 )
 def test_quick_commands_import_nothing_heavy(argv: list[str]) -> None:
     code = (

@@ -64,12 +64,7 @@ def test_valid_overrides_are_not_changed(override: str) -> None:
 def test_rewriting_twice_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("")
-    given = [
-        "task=[gsm8k,arithmetic]",
-        "model=./x",
-        "reward=[mine.py:a,math]",
-        "algorithm/kl=mine.py:B",
-    ]
+    given = ["task=[gsm8k, arithmetic]", "model=./x", "reward=[mine.py:a,math]", "algorithm/kl=mine.py:B"]
     once = rewrite(given)
     assert once[:3] == ["task=mixture", "+task@task.gsm8k=gsm8k", "+task@task.arithmetic=arithmetic"]
     assert once[3:] == [

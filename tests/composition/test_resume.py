@@ -130,11 +130,7 @@ def test_code_that_has_moved_is_named_again_and_keeps_its_keys(
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("a: [1", "line "),
-        ("seed: \udcff", "'utf-8' codec can't decode byte 0xff"),
-    ],
+    ("text", "problem"), [("a: [1", "line "), ("seed: \udcff", "'utf-8' codec can't decode byte 0xff")]
 )
 def test_a_broken_config_is_reported(text: str, problem: str, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"

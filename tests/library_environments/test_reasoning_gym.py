@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
+from rewards.conftest import rollouts
 
 from grpocli.errors import ConfigError
 from grpocli.library_environments.reasoning_gym import ReasoningGym, ReasoningGymReward
 from grpocli.rewards.reward import Failure, Sample
-from grpocli.types import Completion, Prompt, Rollout
 
 GENERATORS = ["chain_sum", "mini_sudoku", "family_relationships"]
 
@@ -21,14 +22,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def reward() -> Iterator[ReasoningGymReward]:
-    made = ReasoningGymReward(workers=2, timeout=60.0)
-    yield made
-    made.close()
+    with closing(ReasoningGymReward(workers=2, timeout=60.0)) as made:
+        yield made
 
 
-def sample(example: dict, text: str):
-    columns = {name: value for name, value in example.items() if name != "prompt"}
-    return Sample.of(Rollout(Prompt("0", [1], example["prompt"], columns), Completion([1], [0.0], "stop", 0), text), 99)
+def sample(example: dict, text: str) -> Sample:
+    (rollout,) = rollouts(text, **example)
+    return Sample.of(rollout, 99)
 
 
 @pytest.mark.parametrize("name", GENERATORS)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from cli.family import wait_gone
+from cli.running import until, wait_for
 
 from grpocli.processes.guard import alive, guarded
 
@@ -34,11 +37,8 @@ def family(folder: Path, *how: str) -> list[str]:
 
 
 def pids(folder: Path) -> list[int]:
-    file, deadline = folder / "pids", time.monotonic() + 20
-    while not file.exists():
-        assert time.monotonic() < deadline, "the command did not start"
-        time.sleep(0.02)
-    return [int(word) for word in file.read_text().split()]
+    wait_for(folder / "pids", 20)
+    return [int(word) for word in (folder / "pids").read_text().split()]
 
 
 @pytest.mark.parametrize(
@@ -113,10 +113,7 @@ def test_a_killed_parent_ends_the_command(tmp_path: Path, how: signal.Signals) -
     parent.send_signal(how)
     parent.wait(20)
     assert wait_gone(started, 10) == []
-    deadline = time.monotonic() + 5
-    while folder.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not folder.exists()
+    until(lambda: not folder.exists(), 5)
 
 
 def test_a_killed_guard_ends_the_command(tmp_path: Path) -> None:
@@ -129,9 +126,6 @@ def test_a_killed_guard_ends_the_command(tmp_path: Path) -> None:
 
 def test_a_finished_thread_does_not_end_the_command(tmp_path: Path) -> None:
     """The kernel reports the end of the thread that started a process as the death of its parent."""
-    import contextlib
-    import threading
-
     with contextlib.ExitStack() as stack:
         context = guarded(family(tmp_path), name="test")
         thread = threading.Thread(target=lambda: stack.enter_context(context))
@@ -162,10 +156,7 @@ def test_shared_memory_of_a_killed_process_is_unlinked(tmp_path: Path) -> None:
     """Python's resource tracker does that if it gets the time."""
     log = tmp_path / "log"
     with guarded([sys.executable, "-c", HOLDS], name="holds", log=log, grace=0.2) as process:
-        deadline = time.monotonic() + 20
-        while not (log.exists() and log.read_text().endswith("\n")):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: log.exists() and log.read_text().endswith("\n"))
         memory = Path("/dev/shm", log.read_text().splitlines()[0])
         assert memory.exists()
         process.stop(0.2)

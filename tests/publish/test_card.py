@@ -18,17 +18,10 @@ from grpocli.runs.run_dir import RunDir
 from grpocli.runs.saved_run import SavedRun
 
 CONFIG = """\
-algorithm:
-  _target_: grpocli.algorithm.algorithm.Algorithm
-reward:
-  math:
-    weight: 1.0
-  format:
-    weight: 0.5
-task:
-  _target_: task/arithmetic
-model:
-  _target_: model/tiny
+algorithm: {_target_: grpocli.algorithm.algorithm.Algorithm}
+reward: {math: {weight: 1.0}, format: {weight: 0.5}}
+task: {_target_: task/arithmetic}
+model: {_target_: model/tiny}
 seed: 0
 """
 
@@ -94,14 +87,10 @@ def test_a_summary_can_be_written_to_a_full_disk(small_disk: Path) -> None:
         reserve_space(run.summary)
 
 
-def front(card: str) -> dict[str, Any]:
-    return dict(yaml.safe_load(card.split("---\n")[1]))
-
-
 def test_the_card_has_results_and_config(run: RunDir) -> None:
     card = model_card(run, "Qwen/Qwen2.5-0.5B", summary(run))
-    assert front(card)["base_model"] == "Qwen/Qwen2.5-0.5B"
-    assert front(card)["library_name"] == "transformers"
+    front = yaml.safe_load(card.split("---\n")[1])
+    assert (front["base_model"], front["library_name"]) == ("Qwen/Qwen2.5-0.5B", "transformers")
     for said in ("| rewards | `math`, `format` |", "| steps | 60 |", "0.250 before, 0.750 after", "from_pretrained"):
         assert said in card
     assert yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])["seed"] == 0

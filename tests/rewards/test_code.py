@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from contextlib import closing
 
 import pytest
 
@@ -28,13 +29,12 @@ def sample(text, **columns):
 
 @pytest.fixture
 def reward():
-    made = CodeReward(timeout=3, workers=2)
-    try:
-        made.check(["tests"])
-    except ConfigError as error:
-        pytest.skip(str(error))
-    yield made
-    made.close()
+    with closing(CodeReward(timeout=3, workers=2)) as made:
+        try:
+            made.check(["tests"])
+        except ConfigError as error:
+            pytest.skip(str(error))
+        yield made
 
 
 def test_programs_are_right_wrong_or_cannot_be_scored(reward):
@@ -226,11 +226,8 @@ def test_of_two_programs_only_the_last_block_counts(reward, text):
 
 
 def test_partial_scores_count_passed_tests():
-    reward = CodeReward(partial=True, right=2.0, wrong=-1.0, timeout=3)
-    try:
+    with closing(CodeReward(partial=True, right=2.0, wrong=-1.0, timeout=3)) as reward:
         assert reward([sample(ADD.replace("+", "*")), sample(ADD), sample("")]) == [0.5, 2.0, -1.0]
-    finally:
-        reward.close()
 
 
 def test_columns_may_surround_the_program(reward):
@@ -241,14 +238,11 @@ def test_columns_may_surround_the_program(reward):
 
 
 def test_another_interpreters_packages_can_be_imported():
-    """The packages of that interpreter can be imported, and those of this environment cannot."""
+    """Those of this environment cannot."""
     program = "import numpy\ndef add(a, b):\n    return int(numpy.add(a, b))"
     for python, expected in ((sys.executable, 1), (None, 0)):
-        reward = CodeReward(python=python, timeout=20, memory_mb=2048)
-        try:
+        with closing(CodeReward(python=python, timeout=20, memory_mb=2048)) as reward:
             assert reward([sample(program)]) == [expected], reward.explain(sample(program))
-        finally:
-            reward.close()
 
 
 def test_a_machine_without_control_groups_gives_a_warning(monkeypatch):
@@ -267,17 +261,13 @@ def test_a_missing_interpreter_is_reported():
 
 def test_a_machine_without_isolation_is_refused(monkeypatch):
     monkeypatch.setattr(backends, "available_backends", lambda python: [no_isolation(python)])
-    code.working_backend.cache_clear()
+    monkeypatch.setattr(code, "working_backend", code.working_backend.__wrapped__)  # what a call has found stays
     with pytest.raises(ConfigError, match=r"no sandbox for programs works on this machine .*reward.code.unsafe=true"):
         CodeReward(memory_mb=256).check(["tests"])
-    reward = CodeReward(unsafe=True)
-    try:
+    with closing(CodeReward(unsafe=True)) as reward:
         reward.check(["tests"])
         assert reward.warning.startswith("reward.code.unsafe=true: programs that the model writes run as you")
         assert reward([sample(ADD)]) == [1]
-    finally:
-        reward.close()
-        code.working_backend.cache_clear()
 
 
 @pytest.mark.parametrize(

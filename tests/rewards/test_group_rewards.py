@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rewards.conftest import Scripted as Each
+from rewards.conftest import rollouts
 from rewards.test_streaming_scorer import PROMPTS, Recording, Scripted, sampler
 
 from grpocli.config.user_code import load
@@ -15,7 +19,7 @@ from grpocli.errors import ConfigError
 from grpocli.rewards.python import PythonReward
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 from grpocli.rewards.scorer import Scorer
-from grpocli.types import Completion, Episode, Prompt, Rollout, Sampling
+from grpocli.types import Completion, Episode, Rollout, Sampling
 
 Seen = list[tuple[list[str], list[Mapping[str, float | None]]]]
 
@@ -35,18 +39,8 @@ class Whole(BaseReward):
         return script(samples) if script else [float(len(samples))] * len(samples)
 
 
-class Each(BaseReward):
-    def __init__(self, script: Callable[[Sample], Score]) -> None:
-        object.__setattr__(self, "script", script)
-
-    def score_sample(self, sample: Sample) -> Score:
-        score: Score = self.script(sample)  # type: ignore[attr-defined]
-        return score
-
-
-def group(uid: str, *texts: str, task: str = "", tokens: int = 1) -> list[Rollout]:
-    prompt = Prompt(uid, [1], "?", {"task_name": task})
-    return [Rollout(prompt, Completion([5] * tokens, [0.0] * tokens, "stop", 0), text) for text in texts]
+def group(uid: str, *texts: str, **columns: Any) -> list[Rollout]:
+    return rollouts(*texts, uid=uid, **columns)
 
 
 def test_it_is_called_for_each_group_after_the_others_with_their_scores() -> None:
@@ -73,15 +67,13 @@ def test_it_gets_only_the_rewards_of_its_task_in_their_order_and_no_failed_episo
     broken = Completion(
         [1], [0.0], "stop", 0, episode=Episode([{"role": "assistant", "content": "two"}], 1, {}, problem="it broke")
     )
-    x, y, z = (group(name, "one", "two", task=name) for name in "xyz")
+    x, y, z = (group(name, "one", "two", task_name=name) for name in "xyz")
     x[1] = Rollout(x[1].prompt, broken, "two")
     results, stats = scorer.score([*x, *y, *z], 10)
     seen: Seen = whole.seen  # type: ignore[attr-defined]
     assert seen == [(["one"], [{"b": 2.0, "a": 1.0}]), (["one", "two"], [{"b": 2.0}] * 2)]
     assert list(seen[0][1][0]) == ["b", "a"]
-    assert [one.rewards["whole"] for one in results if one.prompt.task == "y"] == [
-        pytest.approx(math.nan, nan_ok=True)
-    ] * 2
+    assert all(math.isnan(one.rewards["whole"]) for one in results if one.prompt.task == "y")
     assert stats.of("whole", "x").errors == 1
 
 
@@ -145,18 +137,13 @@ def function(tmp_path: Path) -> Callable[..., PythonReward]:
 
 
 def test_a_function_is_called_for_each_group_and_may_take_the_scores(function: Callable[..., PythonReward]) -> None:
-    rollouts = [
-        Rollout(Prompt(uid, [1], "?", {"answer": "1"}), Completion([5], [0.0], "stop", 0), text)
-        for uid, text in (("0", "a"), ("0", "bbb"), ("1", "cc"), ("1", "c"))
-    ]
+    groups = [*group("0", "a", "bbb", answer="1"), *group("1", "cc", "c", answer="1")]
     size = Each(lambda s: len(s.text))
     for options in ({}, {"process": True}):
         best = function("best", per_group=True, **options)
         plain = function("plain", per_group=True)
-        try:
-            results, stats = Scorer({"size": size, "best": best, "plain": plain}, 0.0).score(rollouts, 10)
-        finally:
-            best.close()
+        with closing(best):
+            results, stats = Scorer({"size": size, "best": best, "plain": plain}, 0.0).score(groups, 10)
         assert [one.rewards["best"] for one in results] == [2.0, 0.0, 0.0, 1.0], stats
         assert [one.rewards["plain"] for one in results] == [2.0] * 4
     assert function("plain").sees_group is False

@@ -11,12 +11,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from rewards.conftest import rollouts
 
 from grpocli.errors import ConfigError, RewardError, RewardGone, ServiceGone
 from grpocli.rewards.judge import Judge
 from grpocli.rewards.reward import Failure, Sample
 from grpocli.rewards.scorer import Scorer
-from grpocli.types import Completion, Prompt, Rollout
 
 
 class Endpoint:
@@ -81,8 +81,7 @@ class Endpoint:
                 self.end_headers()
                 self.wfile.write(data)
 
-            def log_message(self, *_: Any) -> None:
-                """Logs nothing."""
+            def log_message(self, *_: Any) -> None: ...
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
@@ -100,13 +99,8 @@ def endpoint() -> Iterator[Endpoint]:
     made.server.server_close()
 
 
-def rollouts(*texts: str) -> list[Rollout]:
-    prompt = Prompt("0", [1], [{"role": "user", "content": "2+2?"}], {"answer": "4"})
-    return [Rollout(prompt, Completion([1], [0.0], "stop", 0), text) for text in texts]
-
-
-def samples(*texts: str) -> list[Any]:
-    return [Sample.of(rollout, 9) for rollout in rollouts(*texts)]
+def samples(*texts: str) -> list[Sample]:
+    return [Sample.of(one, 9) for one in rollouts(*texts, prompt=[{"role": "user", "content": "2+2?"}], answer="4")]
 
 
 def judge(endpoint: Endpoint, **settings: Any) -> Judge:
@@ -159,7 +153,7 @@ def test_an_unavailable_judge_ends_the_run_with_a_checkpoint(
     """A judge that refuses or gives no score would do so again after a resume."""
     scorer = Scorer({"judge": judge(endpoint)}, 0.5)
     with pytest.raises(kind, match=r"reward\.judge .* more than rollout\.max_reward_errors=0\.5 allows") as caught:
-        scorer.check_errors(scorer.score(rollouts("down", "down", *others), 9)[1])
+        scorer.check_errors(scorer.score(rollouts("down", "down", *others, answer="4"), 9)[1])
     assert (type(caught.value), isinstance(caught.value, ServiceGone)) == (kind, kind is RewardGone)
 
 

@@ -41,12 +41,12 @@ def test_overlong_refuses_contradictory_limits(fields: dict[str, float], key: st
         Overlong(**fields)  # type: ignore[arg-type]
 
 
+def of_length(length: int, scores: dict[str, float | None], mask: list[int] | None = None) -> Sample:
+    return Sample("?", "", "", {}, [7] * length, 100, truncated=False, mask=mask, scores=scores)
+
+
 def scored(reward: GroupLength, lengths: Sequence[int], right: Sequence[float | None], name: str = "right") -> Any:
-    samples = [
-        Sample("?", "", "", {}, [7] * length, 100, truncated=False, scores={name: one})
-        for length, one in zip(lengths, right, strict=True)
-    ]
-    return reward(samples)
+    return reward([of_length(length, {name: one}) for length, one in zip(lengths, right, strict=True)])
 
 
 def test_length_penalty_is_prime_rls_term_of_output_tokens() -> None:
@@ -78,15 +78,13 @@ def test_a_completion_without_a_known_accuracy_gets_no_score_and_changes_no_othe
 
 
 def test_an_environments_tokens_do_not_count() -> None:
-    masked = Sample("?", "", "", {}, [7] * 4, 9, truncated=False, mask=[1, 0, 0, 1], scores={"right": 1.0})
-    plain = Sample("?", "", "", {}, [7] * 4, 9, truncated=False, scores={"right": 1.0})
-    assert LengthPenalty()([masked, plain]) == [-0.5, -1.0]
+    given = [of_length(4, {"right": 1.0}, mask) for mask in ([1, 0, 0, 1], None)]
+    assert LengthPenalty()(given) == [-0.5, -1.0]
 
 
 def test_the_accuracy_is_that_of_evaluations() -> None:
     """`eval.reward` if it scores the task, else the task's first reward; a score of 1 or more is right."""
-    scores = {"first": 0.5, "second": 2.0}
-    sample = Sample("?", "", "", {}, [7], 9, truncated=False, scores=scores)
+    sample = of_length(1, {"first": 0.5, "second": 2.0})
     assert LengthPenalty()([sample]) == [0.0]
     assert LengthPenalty(reward="second")([sample]) == [-1.0]
     assert LengthPenalty(reward="other_task")([sample]) == [0.0]

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from little import SHAPE
+from rewards.conftest import rollouts
 
 from grpocli.errors import ConfigError
 from grpocli.models.tiny import make_tokenizer
+from grpocli.rewards import reward_model
 from grpocli.rewards.reward import Sample
 from grpocli.rewards.reward_model import RewardModel
-from grpocli.types import Completion, Prompt, Rollout
 
 
 def save(folder: Path, labels: int, template: bool = True) -> Path:
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=103,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_labels=labels,
-        pad_token_id=0,
-    )
+    config = LlamaConfig(**SHAPE | {"vocab_size": 103, "pad_token_id": 0, "num_labels": labels})
     LlamaForSequenceClassification(config).save_pretrained(folder)
     tokenizer = make_tokenizer()
     if not template:
@@ -36,9 +29,9 @@ def save(folder: Path, labels: int, template: bool = True) -> Path:
     return folder
 
 
-def samples(texts: list[str], chat: bool) -> list[Any]:
-    prompt = Prompt("0", [1], [{"role": "user", "content": "2+2="}] if chat else "2+2=")
-    return [Sample.of(Rollout(prompt, Completion([1], [0.0], "stop", 0), text), 9) for text in texts]
+def samples(texts: list[str], chat: bool) -> list[Sample]:
+    prompt = [{"role": "user", "content": "2+2="}] if chat else "2+2="
+    return [Sample.of(one, 9) for one in rollouts(*texts, prompt=prompt)]
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -91,16 +84,12 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["auto", "cuda"])
 def test_the_gpu_is_that_of_the_process_in_every_thread(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread begins with the first GPU, also in a process that trains on the second."""
-    from grpocli.rewards import reward_model
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert reward_model._device(name) == torch.device("cuda", 1)
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from grpocli.rewards import reward_model
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError) as refused:
         reward_model._device("cuda")

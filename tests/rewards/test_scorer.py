@@ -5,34 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
 
 import pytest
+from rewards.conftest import Scripted, rollouts
 
 from grpocli.errors import RewardError
-from grpocli.rewards.reward import BaseReward, Failure, Forfeit, Sample, Score
+from grpocli.rewards.reward import Failure, Forfeit, Sample, Score
 from grpocli.rewards.scorer import RewardStats, Scorer, ScoreStats
 from grpocli.rewards.worker_pool import PoolClosed
-from grpocli.types import Completion, Prompt, Rollout
-
-
-class Scripted(BaseReward):
-    def __init__(self, script: Callable[[Sample], Score]) -> None:
-        object.__setattr__(self, "script", script)
-        object.__setattr__(self, "closed", [])
-
-    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        return [self.script(sample) for sample in samples]  # type: ignore[attr-defined]
-
-    def close(self) -> None:
-        self.closed.append(True)  # type: ignore[attr-defined]
-
-
-def rollouts(*texts: str, prompt: object = "Why?") -> list[Rollout]:
-    return [
-        Rollout(Prompt("0", [1], prompt, {"answer": "a"}), Completion([5, 6], [0.0, 0.0], "stop", 0), text)  # type: ignore[arg-type]
-        for text in texts
-    ]
 
 
 def test_a_reward_that_does_not_apply_has_the_score_nan() -> None:
@@ -107,7 +87,7 @@ def test_a_pool_that_closes_at_the_end_of_a_run_is_not_a_failure(caplog: pytest.
 
 def test_a_completion_of_a_conversation_is_a_message_of_the_assistant() -> None:
     (plain,) = rollouts("Hi")
-    (chat,) = rollouts("Hi", prompt=[{"role": "user", "content": "Hello"}])
+    (chat,) = rollouts("Hi", prompt=[{"role": "user", "content": "Hello"}], tokens=2, answer="a")
     assert Sample.of(plain, 10).completion == "Hi"
     sample = Sample.of(chat, 10)
     assert sample.completion == [{"role": "assistant", "content": "Hi"}]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,8 @@ ENDLESS = r"\boxed{\binom{10^7}{5 \cdot 10^6}}"
 
 @pytest.fixture(scope="module")
 def math():
-    reward = Math(workers=1, timeout=20)
-    yield reward
-    reward.close()
+    with closing(Math(workers=1, timeout=20)) as reward:
+        yield reward
 
 
 @pytest.fixture
@@ -76,12 +76,9 @@ def test_an_empty_or_missing_reference_is_a_failure(math: Math, sample) -> None:
 
 def test_a_completion_that_takes_too_long_is_wrong_and_a_reference_that_does_is_a_failure(sample) -> None:
     """Otherwise a model without the answer could avoid a score."""
-    reward = Math(workers=1, timeout=1, wrong=-1, require_evaluated=False)
-    try:
-        given = [("1", "1"), (ENDLESS, "1"), ("2", "1"), ("1", ENDLESS)]
+    given = [("1", "1"), (ENDLESS, "1"), ("2", "1"), ("1", ENDLESS)]
+    with closing(Math(workers=1, timeout=1, wrong=-1, require_evaluated=False)) as reward:
         one, endless, two, reference = reward([sample(text, answer=answer) for text, answer in given])
-    finally:
-        reward.close()
     assert (one, endless, two) == (1.0, -1.0, -1.0)
     assert isinstance(endless, Forfeit)
     assert "1 s" in endless.reason
@@ -116,11 +113,8 @@ def test_a_slow_answer_is_computed_once_for_a_majority(sample, monkeypatch: pyte
 
 
 def test_a_completion_with_endless_backtracking_does_not_match(sample) -> None:
-    reward = Format(pattern="(a+)+b", timeout=0.5)
-    try:
+    with closing(Format(pattern="(a+)+b", timeout=0.5)) as reward:
         good, bad, after = reward([sample(text) for text in ("aab", "a" * 60, "b")])
-    finally:
-        reward.close()
     assert (good, after) == (1.0, 0.0)
     assert (bad, type(bad)) == (0.0, Forfeit)
 

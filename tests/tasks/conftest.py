@@ -1,8 +1,11 @@
-"""Word-level tokenizers, with and without a chat template."""
+"""Word-level tokenizers, with and without a chat template, and samples for rewards."""
 
 from __future__ import annotations
 
 import pytest
+from rewards.conftest import sample
+
+__all__ = ["sample"]
 
 
 def words(chat_template: str | None):

@@ -8,21 +8,8 @@ from typing import Any
 import pytest
 
 from grpocli.errors import ConfigError
-from grpocli.rewards.reward import Sample
 from grpocli.rewards.text_match import Number
-from grpocli.tasks.generated import (
-    HELD_OUT,
-    OPERATIONS,
-    Arithmetic,
-    Generated,
-    LetterCounting,
-    is_held_out,
-)
-from grpocli.types import Completion, Prompt, Rollout
-
-
-def sample(columns: dict[str, Any], text: str) -> Any:
-    return Sample.of(Rollout(Prompt("0", [1], "?", columns), Completion([1], [0.0], "stop", 0), text), 99)
+from grpocli.tasks.generated import HELD_OUT, OPERATIONS, Arithmetic, Generated, LetterCounting, is_held_out
 
 
 def test_splits_are_reproducible_and_disjoint() -> None:
@@ -35,11 +22,11 @@ def test_splits_are_reproducible_and_disjoint() -> None:
     assert held_out[:5] == task(train_size=3, eval_size=5).examples("eval")
 
 
-def test_letters_are_counted() -> None:
+def test_letters_are_counted(sample) -> None:
     examples = LetterCounting(train_size=200).examples("train")
     assert all(one["answer"] == str(one["word"].count(one["letter"])) for one in examples)
     assert {one["answer"] for one in examples} >= {"0", "1", "2"}
-    assert Number()([sample(one, f"It is {one['answer']}.") for one in examples]) == [1.0] * 200
+    assert Number()([sample(f"It is {one['answer']}.", **one) for one in examples]) == [1.0] * 200
 
 
 def test_settings_without_examples_give_a_one_sentence_error() -> None:

@@ -116,10 +116,6 @@ def test_a_folder_without_the_split_is_refused(files: list[str], split: str, tmp
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(12)]
 
 
-def jsonl(rows: list[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
-
-
 def content(kind: str) -> bytes:
     """ROWS as a file of a kind."""
     import pyarrow as pa
@@ -127,7 +123,7 @@ def content(kind: str) -> bytes:
 
     table, out = pa.Table.from_pylist(ROWS), io.BytesIO()
     if kind == "jsonl":
-        return jsonl(ROWS)
+        return "".join(json.dumps(row) + "\n" for row in ROWS).encode()
     if kind == "arrow":
         with pa.ipc.new_stream(out, table.schema) as writer:
             writer.write_table(table)

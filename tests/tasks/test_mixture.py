@@ -8,29 +8,21 @@ from typing import Any
 
 import pytest
 from conf_files import WRITTEN_FROM
+from jsonl import write
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.composition.hydra_sources import conf_dir
-from grpocli.composition.overrides import expand_task_lists
 from grpocli.errors import ConfigError
 from grpocli.tasks.prompt_source import PromptSource
 from grpocli.tasks.task import errors_below
 
 
-def write(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(f'{{"prompt": "{text}", "answer": "a"}}\n' for text in texts))
-    return path
+def texts(path: Path, *prompts: str) -> str:
+    return write(path, [{"prompt": prompt, "answer": "a"} for prompt in prompts])
 
 
 def run_of(*overrides: str) -> Any:
     return build_run(compose([*overrides]))
-
-
-def test_a_list_gives_each_task_a_name() -> None:
-    assert expand_task_lists(["task=[a, b-c]", "seed=1", "task=d"]) == [
-        *("task=mixture", "+task@task.a=a", "+task@task.b-c=b-c"),
-        *("seed=1", "task=d"),
-    ]
 
 
 def test_a_task_is_named_after_its_choice_or_by_its_key() -> None:
@@ -66,7 +58,7 @@ def test_bad_mixtures_are_refused(given: list[str], key: str) -> None:
 
 
 def two_tasks(tmp_path: Path, *overrides: str) -> Any:
-    one, two = write(tmp_path / "one.jsonl", ["a a", "a b", "a c"]), write(tmp_path / "two.jsonl", ["b a", "b b"])
+    one, two = texts(tmp_path / "one.jsonl", "a a", "a b", "a c"), texts(tmp_path / "two.jsonl", "b a", "b b")
     mixture = ["task=mixture", "+task@task.one=jsonl", "+task@task.two=jsonl"]
     return run_of(*mixture, f"task.one.path={one}", f"task.two.path={two}", *overrides)
 
@@ -78,8 +70,8 @@ def test_draws_follow_weights_and_each_task_has_epochs(tmp_path: Path, plain_tok
     drawn = Counter(prompt.task for prompt in prompts)
     assert drawn["one"] == pytest.approx(300, abs=3)
     for task in ("one", "two"):
-        texts = Counter(str(prompt.text) for prompt in prompts if prompt.task == task)
-        assert max(texts.values()) - min(texts.values()) <= 1
+        times = Counter(str(prompt.text) for prompt in prompts if prompt.task == task).values()
+        assert max(times) - min(times) <= 1
     assert [data.draw(number) for number in (399, 7)] == [prompts[399], prompts[7]]
 
 
@@ -91,11 +83,10 @@ def test_every_task_has_evaluation_problems(tmp_path: Path, plain_tokenizer) -> 
 
 
 def test_training_on_evaluation_problems_is_refused(tmp_path: Path, plain_tokenizer) -> None:
-    other = write(tmp_path / "other.jsonl", ["c", "a b"])
-    held_out = [f"task.two.eval_path={other}", f"task.one.eval_path={write(tmp_path / 'others.jsonl', ['c c'])}"]
-    with pytest.raises(
-        ConfigError, match=r"1 of the 2 evaluation problems of two are also training problems of one.*'a b'"
-    ):
+    other = texts(tmp_path / "other.jsonl", "c", "a b")
+    held_out = [f"task.two.eval_path={other}", f"task.one.eval_path={texts(tmp_path / 'others.jsonl', 'c c')}"]
+    said = r"1 of the 2 evaluation problems of two are also training problems of one.*'a b'"
+    with pytest.raises(ConfigError, match=said):
         PromptSource.of(two_tasks(tmp_path, *held_out), plain_tokenizer)
     PromptSource.of(two_tasks(tmp_path, *held_out, "task.two.allow_overlap=true"), plain_tokenizer)
 
@@ -104,10 +95,7 @@ def test_training_on_evaluation_problems_is_refused(tmp_path: Path, plain_tokeni
     ("error", "wanted"),
     [
         (ConfigError("it is empty", key="task.path", value="/a"), "task.one.path=/a: it is empty"),
-        (
-            ConfigError("row 3 has no prompt", key="task", hint="fill it in"),
-            "task.one: row 3 has no prompt; fill it in",
-        ),
+        (ConfigError("no prompt", key="task", hint="fill it in"), "task.one: no prompt; fill it in"),
         (ConfigError("it is empty", key="task.one.path", value="a"), "task.one.path=a: it is empty"),
         (ConfigError("no template", key="model", hint="give one"), "model: no template (task.one); give one"),
     ],

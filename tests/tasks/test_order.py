@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonl import write
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
@@ -57,13 +57,14 @@ N = 12
 def source(tmp_path: Path, plain_tokenizer: Any) -> Callable[..., PromptSource]:
     """The prompts of a run on N problems, with these keys of its task. `level` falls with the row, `rate` is text."""
     rows = [{"prompt": "abcdefghijkl"[i], "answer": "a", "level": N - i, "rate": f"0.{i % 4}"} for i in range(N)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "eval.jsonl").write_text('{"prompt": "m", "answer": "a"}\n')
+    train, held_out = (
+        write(tmp_path / "train.jsonl", rows),
+        write(tmp_path / "eval.jsonl", [{**rows[0], "prompt": "m"}]),
+    )
     run = build_run(compose([]))
 
     def make(**keys: Any) -> PromptSource:
-        task = Jsonl(path=f"{tmp_path}/train.jsonl", eval_path=f"{tmp_path}/eval.jsonl", **keys)
-        return PromptSource.of(replace(run, task=task), plain_tokenizer)
+        return PromptSource.of(replace(run, task=Jsonl(path=train, eval_path=held_out, **keys)), plain_tokenizer)
 
     return make
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from cli.running import run_here
+from jsonl import write
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
@@ -52,11 +53,6 @@ def process(row):
 
 def turns(*names: str) -> list[dict[str, str]]:
     return [dict(zip(names, one, strict=True)) for one in SAID]
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def every(task: Any) -> list[dict[str, Any]]:
@@ -133,9 +129,8 @@ def test_columns_within_objects(tmp_path: Path, row: Any, prompt: str, answer: s
 
 def test_values_within_objects_fill_templates_and_are_columns_of_rewards(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [VERL] * 4)
-    example = Jsonl(path=path, prompt_template="{extra_info.index}: {data_source}", answer_column=None).examples(
-        "train"
-    )[0]
+    task = Jsonl(path=path, prompt_template="{extra_info.index}: {data_source}", answer_column=None)
+    example = task.examples("train")[0]
     assert (example["prompt"], example["reward_model.ground_truth"]) == ("7: add", "2")
     assert "answer" not in example
 
@@ -385,15 +380,13 @@ def test_columns_of_humaneval_are_converted(tmp_path: Path) -> None:
 def test_reference_answers_pass(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str, rows: list[dict[str, Any]]
 ) -> None:
-    path = write(tmp_path / "rows.jsonl", rows)
+    path = tmp_path / "rows.jsonl"
+    write(path, rows)
     given = [f"task={task}", f"task.path={path}", "task.split=null", "task.eval_split=test", "reward=[code]"]
     assert main(given) == 0
     assert "100.00%" in capsys.readouterr().out
     wrong = {"test_list": ["assert add(1) == 0"], "test": "def check(f):\n    assert f(1) == 0"}
-    write(
-        tmp_path / "rows.jsonl",
-        [{**row, **{name: text for name, text in wrong.items() if name in row}} for row in rows],
-    )
+    write(path, [{**row, **{name: text for name, text in wrong.items() if name in row}} for row in rows])
     assert main(given) == 1
     assert "scores 0 (AssertionError)" in capsys.readouterr().out
 
@@ -436,10 +429,8 @@ def test_shots_may_be_plain_text(file: str) -> None:
 
 
 def test_conversations_have_one_system_message(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": [{"role": "system", "content": "Old."}, {"role": "user", "content": f"Q{i}"}], "answer": f"A{i}"}
-        for i in range(6)
-    ]
+    old = {"role": "system", "content": "Old."}
+    rows = [{"prompt": [old, {"role": "user", "content": f"Q{i}"}], "answer": f"A{i}"} for i in range(6)]
     task = Jsonl(path=write(tmp_path / "c.jsonl", rows), shots=2, system_prompt="New.")
     prompt = task.examples("train")[0]["prompt"]
     assert [message["role"] for message in prompt] == ["system", *["user", "assistant"] * 2, "user"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from environments.tool_families import FAMILIES
+from jsonl import write
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
@@ -93,7 +94,7 @@ def test_calls_of_an_answer_are_taught_as_the_template_writes_them(name: str, co
 
 
 def sft_data(path: Path, chats: list[Any], *keys: str) -> PromptSource:
-    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    write(path, [{"messages": chat} for chat in chats])
     chosen = ["algorithm=sft", "task=jsonl", f"task.path={path}", "task.prompt_column=messages", "reward=none"]
     sizes = ["task.eval_size=4", "eval.problems=4", "rollout.max_prompt_tokens=64", "rollout.max_completion_tokens=64"]
     return PromptSource.of(build_run(compose([*chosen, *sizes, "task.answer_column=null", *keys])), TINY)
@@ -179,10 +180,9 @@ def test_long_targets_are_dropped_or_cut_and_counted() -> None:
 
 
 def test_a_question_with_several_answers_is_on_one_side(tmp_path: Path) -> None:
-    path = tmp_path / "chats.jsonl"
     chats = [[{"role": "user", "content": f"{i % 10}"}, {"role": "assistant", "content": f"{i}"}] for i in range(40)]
-    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    made = Jsonl(path=str(path), prompt_column="messages", answer_column=None)
+    path = write(tmp_path / "chats.jsonl", [{"messages": chat} for chat in chats])
+    made = Jsonl(path=path, prompt_column="messages", answer_column=None)
     sides = [{one["prompt"][0]["content"] for one in made.examples(split)} for split in ("train", "eval")]
     assert sides[0] | sides[1] == {f"{i}" for i in range(10)}
     assert not sides[0] & sides[1]

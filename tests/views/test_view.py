@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,18 +25,10 @@ METRICS: dict[str, Any] = {"reward": 0.4123, "loss": -0.00012, "kl": 0.5, "compl
 METRICS |= {"time/step": 2.0, "weight_version": 3, "lr": 1e-6, "rewards/format/mean": math.nan}
 
 
-class Clock:
-    """A clock that the test sets."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def plain() -> tuple[PlainView, io.StringIO, Clock]:
-    out, clock = io.StringIO(), Clock()
-    return PlainView(Console(file=out, width=200), clock), out, clock
+def plain() -> tuple[PlainView, io.StringIO, SimpleNamespace]:
+    """A view, what it writes, and its clock, which the test sets."""
+    out, clock = io.StringIO(), SimpleNamespace(now=100.0)
+    return PlainView(Console(file=out, width=200), lambda: clock.now), out, clock
 
 
 def test_plain_lines_show_the_metrics() -> None:
