@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,15 +21,11 @@ from grpocli.files import (
 )
 
 
-def disk_fills_up(handle: int) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def test_a_write_replaces_the_content_or_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.txt"
     write_atomic(path, "old")
     write_atomic(path, b"new")
-    monkeypatch.setattr(os, "fsync", disk_fills_up)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with pytest.raises(OSError, match="No space left"):
         write_atomic(path, "newer")
     assert path.read_text() == "new"

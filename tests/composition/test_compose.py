@@ -114,16 +114,12 @@ def test_every_shipped_part_composes(choices: list[str]) -> None:
 
 
 def test_a_user_may_add_a_reward_and_a_recipe(tmp_path: Path) -> None:
-    (tmp_path / "reward").mkdir()
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "reward" / "mine.yaml").write_text(
-        "# @package reward.mine\n_target_: reward/python\nfunction: mine.py:score\n"
-    )
-    (tmp_path / "recipe" / "short.yaml").write_text(
-        "# @package _global_\n"
-        "defaults:\n  - override /algorithm: dgpo\n  - override /reward: [mine]\n"
-        "train: {steps: 7}\n"
-    )
+    for folder in ("reward", "recipe"):
+        (tmp_path / folder).mkdir()
+    mine = "# @package reward.mine\n_target_: reward/python\nfunction: mine.py:score\n"
+    (tmp_path / "reward" / "mine.yaml").write_text(mine)
+    defaults = "defaults:\n  - override /algorithm: dgpo\n  - override /reward: [mine]\n"
+    (tmp_path / "recipe" / "short.yaml").write_text(f"# @package _global_\n{defaults}train: {{steps: 7}}\n")
     run = build_run(compose([f"hydra.searchpath=[file://{tmp_path}]", "recipe=short"]))
     assert run.train.steps == 7
     assert list(run.reward) == ["mine"]
@@ -162,12 +158,8 @@ def test_interpolations_of_hydra_have_values_outside_of_its_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    given = [
-        "task=jsonl",
-        "task.path=${hydra:runtime.cwd}/d.jsonl",
-        "rollout.stop=['${hydra:job.name}${hydra:job.num}']",
-    ]
-    run = build_run(compose(given))
+    stop = "rollout.stop=['${hydra:job.name}${hydra:job.num}']"
+    run = build_run(compose(["task=jsonl", "task.path=${hydra:runtime.cwd}/d.jsonl", stop]))
     assert run.task.path == f"{tmp_path}/d.jsonl"
     assert run.rollout.stop == ["train0"]
     sweep = rewrite(["hydra.sweep.dir=${hydra:runtime.cwd}/sw", "hydra.sweep.subdir=${hydra:job.name}"])

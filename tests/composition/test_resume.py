@@ -130,13 +130,15 @@ def test_code_that_has_moved_is_named_again_and_keeps_its_keys(
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"), [("a: [1", "line "), ("seed: \udcff", "'utf-8' codec can't decode byte 0xff")]
+    ("text", "problem"),
+    [("a: [1", "line "), ("seed: \udcff", "'utf-8' codec can't decode byte 0xff"), ("a: !!timestamp abc", "")],
 )
-def test_a_broken_config_is_reported(text: str, problem: str, tmp_path: Path) -> None:
+def test_a_broken_config_is_reported_in_one_line(text: str, problem: str, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(ConfigError, match=re.escape(f"resume={file}: cannot be read: {problem}")):
+    with pytest.raises(ConfigError, match=re.escape(f"resume={file}: cannot be read: {problem}")) as refused:
         Resume(tmp_path, []).overrides([])
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from grpocli.rollout.turns import TurnEncoder
 from grpocli.types import Completion, Prompt, Request, Sampling
 
 SCRIPTED = Path(__file__).with_name("scripted.py")
+COUNTING = EnvironmentConfig(name=f"{SCRIPTED}:Counting")
 TALK = [{"role": "user", "content": "47+85="}, {"role": "user", "content": "look\nagain"}]
 FAMILIES = {"tiny": make_tokenizer, **{name: tool_families.FAMILIES[name].tokenizer for name in ("qwen", "llama")}}
 
@@ -94,7 +95,7 @@ def test_the_tokens_of_an_episode_are_the_engines(make_episodes, family: str) ->
     engine = Scripted(tokenizer)
     prompts = [prompt_of(tokenizer, turns=3), prompt_of(tokenizer, turns=1)]
     requests = [Request(prompt.token_ids, 2, seed) for seed, prompt in enumerate(prompts)]
-    episodes = make_episodes(engine, EnvironmentConfig(name=f"{SCRIPTED}:Counting"), tokenizer)
+    episodes = make_episodes(engine, COUNTING, tokenizer)
     found = episodes.generate(prompts, requests, Sampling(200))
     assert [len(asked) for asked in engine.seen] == [2, 2, 2]
     assert len({request.seed for asked in engine.seen for request in asked}) == 6
@@ -131,7 +132,7 @@ def test_a_task_without_an_environment_has_one_turn(make_episodes) -> None:
     engine, told = Scripted(tokenizer), []
     prompts = [prompt_of(tokenizer), prompt_of(tokenizer, task="other")]
     requests = [Request(prompt.token_ids, 2, 0) for prompt in prompts]
-    episodes = make_episodes(engine, EnvironmentConfig(name=f"{SCRIPTED}:Counting"), tokenizer)
+    episodes = make_episodes(engine, COUNTING, tokenizer)
     found = episodes.generate(prompts, requests, Sampling(200), lambda k, _: told.append(k))
     assert told == [1]  # for early scoring; episodes are not over yet
     assert [done.episode for done in found[1]] == [None, None]
@@ -146,9 +147,7 @@ def test_turns_and_tokens_are_limited(make_episodes) -> None:
     request = Request(prompt.token_ids, 1, 0)
 
     def one(limit: int, **settings: Any) -> Completion:
-        episodes = make_episodes(
-            Scripted(tokenizer), EnvironmentConfig(name=f"{SCRIPTED}:Counting", **settings), tokenizer
-        )
+        episodes = make_episodes(Scripted(tokenizer), replace(COUNTING, **settings), tokenizer)
         ((done,),) = episodes.generate([prompt], [request], Sampling(limit))
         return done
 
@@ -165,7 +164,7 @@ def test_turns_and_tokens_are_limited(make_episodes) -> None:
     at_the_limit = one(14, turn_tokens=8)
     assert at_the_limit.finish_reason == "length"
     done = [prompt_of(tokenizer, turns=1)]
-    over = make_episodes(Scripted(tokenizer), EnvironmentConfig(name=f"{SCRIPTED}:Counting"), tokenizer)
+    over = make_episodes(Scripted(tokenizer), COUNTING, tokenizer)
     assert over.generate(done, [request], Sampling(2))[0][0].finish_reason == "stop"
     assert over.generate(done, [request], Sampling(1))[0][0].finish_reason == "length"  # cut, whatever its reward
     ends = [token for token, written in zip(cut.token_ids, cut.mask, strict=True) if not written]
@@ -178,9 +177,7 @@ def test_the_engine_gets_its_state_of_an_episode_back_until_the_end(make_episode
     engine = Scripted(tokenizer)
     prompts = [prompt_of(tokenizer, turns=turns) for turns in (3, 1, 2)]
     requests = [Request(prompt.token_ids, 2, 0) for prompt in prompts]
-    make_episodes(engine, EnvironmentConfig(name=f"{SCRIPTED}:Counting"), tokenizer).generate(
-        prompts, requests, Sampling(200)
-    )
+    make_episodes(engine, COUNTING, tokenizer).generate(prompts, requests, Sampling(200))
     first, second, third = engine.seen
     assert engine.found_kept == [[None] * 6, [0] * 4, [1] * 2]
     assert [request.reusable_kv for request in second] == [
@@ -189,8 +186,7 @@ def test_the_engine_gets_its_state_of_an_episode_back_until_the_end(make_episode
     assert [request.reusable_kv for request in third] == [(reusable,) for reusable in first[0].reusable_kv]
     assert all(reusable.state is None for request in first for reusable in request.reusable_kv)
     one_turn = Scripted(tokenizer)
-    environment = EnvironmentConfig(name=f"{SCRIPTED}:Counting", turns=1)
-    make_episodes(one_turn, environment, tokenizer).generate(prompts, requests, Sampling(200))
+    make_episodes(one_turn, replace(COUNTING, turns=1), tokenizer).generate(prompts, requests, Sampling(200))
     assert [request.reusable_kv for request in one_turn.seen[0]] == [()] * 3
 
 
@@ -270,7 +266,7 @@ def test_cancelled_episodes_keep_their_turns_so_far(make_episodes, turns: int) -
             return [[] for _ in requests]
 
     prompt, engine = prompt_of(tokenizer, turns=3), Cancelled(tokenizer)
-    episodes = make_episodes(engine, EnvironmentConfig(name=f"{SCRIPTED}:Counting"), tokenizer)
+    episodes = make_episodes(engine, COUNTING, tokenizer)
     listener = Listener(watch=Watch(cancelled=stop.is_set))
     (found,) = episodes.generate([prompt], [Request(prompt.token_ids, 2, 0)], Sampling(200), listener)
     assert [done.episode.turns for done in found if done.episode] == [1, 1][: 2 * turns]

@@ -75,6 +75,11 @@ class Family:
         return self.separator.join(self.call.format(name=n, arguments=a) for n, a in calls) + self.after_call
 
 
+def call(name: str, **values: Any) -> dict[str, Any]:
+    """A call in a message."""
+    return {"type": "function", "function": {"name": name, "arguments": values}}
+
+
 FAMILIES = {
     "qwen": Family(
         QWEN,

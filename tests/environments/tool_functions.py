@@ -10,8 +10,7 @@ import time
 
 
 def multiply(a: int, b: int) -> int:
-    """
-    Multiply two numbers.
+    """Multiply two numbers.
 
     Args:
         a: The first.
@@ -21,8 +20,7 @@ def multiply(a: int, b: int) -> int:
 
 
 async def later(text: str) -> str:
-    """
-    Return a text after a moment.
+    """Return a text after a moment.
 
     Args:
         text: The text.
@@ -32,8 +30,7 @@ async def later(text: str) -> str:
 
 
 def echo(text: str, times: int = 1) -> str:
-    """
-    Repeat a text.
+    """Repeat a text.
 
     Args:
         text: The text.
@@ -43,8 +40,7 @@ def echo(text: str, times: int = 1) -> str:
 
 
 def misbehave(how: str) -> str:
-    """
-    Fail in a way.
+    """Fail in a way.
 
     Args:
         how: The way.

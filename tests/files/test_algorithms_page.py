@@ -1,4 +1,4 @@
-"""docs/algorithms.md is up to date, and its example runs."""
+"""docs/algorithms.md has an example that runs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from algorithms_page import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
-
-
-@pytest.mark.slow
-def test_the_page_is_current(tmp_path: Path) -> None:
-    assert main([str(tmp_path / "page.md")]) == 0
-    assert (tmp_path / "page.md").read_text() == PAGE.read_text(), "differs from the code: run make docs"
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from unittest.mock import AsyncMock
 
 import httpx
 import pytest
+from environments.tool_families import call
 
 from grpocli.errors import ConfigError
 from grpocli.library_environments.openenv import OpenEnv, OpenEnvTask, read_action
@@ -171,10 +172,6 @@ def test_calls_of_tools_are_actions() -> None:
         assert act(call("stop", why="enough"))[1:3] == (0.0, True)
         state = environment.reset(example)
         assert environment.step([{"role": "assistant", "content": "no"}], state)[:3] == ([], 0.0, True)
-
-
-def call(name: str, **values: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "arguments": values}}
 
 
 @pytest.mark.survival

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from environments.test_tools import arguments, run  # noqa: F401
-from environments.tool_families import FAMILIES
+from environments.tool_families import FAMILIES, call
 
 from grpocli.environments.environment import EnvironmentConfig, loaded_environment_of
 from grpocli.errors import ConfigError
@@ -194,10 +194,6 @@ def test_a_missing_file_or_folder_is_named_before_anything_is_loaded() -> None:
 @lru_cache
 def sums(**config: Any) -> Verifiers:
     return Verifiers(str(SUMS), config, "", 20.0)
-
-
-def call(name: str, **values: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "arguments": values}}
 
 
 def turn(*calls: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli.family import wait_gone
@@ -53,10 +54,8 @@ def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     pools: list[WorkerPool] = []
 
-    def make(
-        seconds: float = 30.0, workers: int = 2, function: str = "probes:run", variables: tuple[str, ...] = ()
-    ) -> WorkerPool:
-        pools.append(WorkerPool(function, workers, seconds, variables))
+    def make(seconds: float = 30.0, workers: int = 2, function: str = "probes:run", **more: Any) -> WorkerPool:
+        pools.append(WorkerPool(function, workers, seconds, **more))
         return pools[-1]
 
     yield make

@@ -6,7 +6,7 @@ import itertools
 import logging
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -61,28 +61,6 @@ def test_tensorboard_shows_a_step_once_after_a_resume(
     assert len(events) == len(kept) + (done > 0)
 
 
-class Recorded:
-    """A fake of accelerate's class that records its calls and fails on request."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.args, self.kwargs, self.logged, self.failing = args, kwargs, [], False
-
-    def start(self) -> None:
-        if self.kwargs.get("entity") == "nobody":
-            raise RuntimeError("no such\naccount")
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.config = values
-
-    def log(self, values: dict[str, Any], step: int) -> None:
-        if self.failing:
-            raise ConnectionError("the dashboard is down")
-        self.logged.append((step, values))
-
-    def finish(self) -> None:
-        raise ConnectionError("the dashboard is down")
-
-
 ARGUMENTS: dict[str, tuple[str, dict[str, str]]] = {
     "wandb": ("mine", {"name": "run", "dir": "FOLDER/wandb"}),
     "mlflow": ("mine", {"run_name": "run"}),
@@ -97,29 +75,24 @@ ARGUMENTS: dict[str, tuple[str, dict[str, str]]] = {
 def test_the_arguments_of_a_tracker_are_passed_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, all_installed: None, kind: str
 ) -> None:
-    made: list[Recorded] = []
-
-    def make(*a: Any, **k: Any) -> Recorded:
-        made.append(Recorded(*a, **k))
-        return made[0]
-
+    make = Mock()
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, kind, make)
     assert Accelerate(kind=kind, project="mine", options={"extra": 1}).start("run", tmp_path, {"a": {"b": 1}})
     first, named = ARGUMENTS[kind]
     folders = {k: v.replace("FOLDER", str(tmp_path)) if isinstance(v, str) else v for k, v in named.items()}
-    assert (made[0].args, made[0].kwargs, made[0].config) == ((first,), {**folders, "extra": 1}, {"a.b": 1})
+    make.assert_called_once_with(first, **folders, extra=1)
+    make().start.assert_called_once_with()
+    make().store_init_configuration.assert_called_once_with({"a.b": 1})
 
 
 def test_a_tracker_that_fails_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
-    behind = Recorded()
+    down = ConnectionError("the dashboard is down")
+    behind = Mock(log=Mock(side_effect=[down, down, None]), finish=Mock(side_effect=down))
     live = AccelerateTracker(behind, "wandb")
-    behind.failing = True
-    live.log({"reward": 1.0}, 1)
-    live.log({"reward": 1.0}, 2)
-    behind.failing = False
-    live.log({"reward": 1.0}, 3)
+    for step in (1, 2, 3):
+        live.log({"reward": 1.0}, step)
     live.finish()
-    assert behind.logged == [(3, {"reward": 1.0})]
+    assert behind.log.call_args_list == [call({"reward": 1.0}, step=step) for step in (1, 2, 3)]
     said = [record.getMessage() for record in caplog.records]
     assert said == ["tracker=wandb: step 1 could not be logged", "tracker=wandb: it could not be closed"]
