@@ -1,9 +1,9 @@
 """Seconds per step with and without overlap of sampling and training: `python bench/overlap.py`.
 
-Runs `recipe=multiplication` with 16 longer completions a step and `engine=vllm`, alternating `rollout.max_staleness`
-0 and 1, and compares with the longer of sampling and training. On a CPU both would share the cores and gain nothing,
-so vLLM is bound to one of two cores and the trainer has one thread; on a GPU machine nothing is bound. Prints medians
-over the steps after the first two, as JSON.
+Runs `recipe=multiplication` with 16 longer completions a step and `engine=vllm`, with each `rollout.max_staleness` of
+`--staleness` in turn, and compares with the longer of sampling and training. On a CPU both would share the cores and
+gain nothing, so vLLM is bound to one of two cores and the trainer has one thread; on a GPU machine nothing is bound.
+Prints medians over the steps after the first two, as JSON.
 """
 
 from __future__ import annotations
@@ -51,24 +51,22 @@ def main() -> None:
     cli.add_argument("--model", required=True, help="a folder with SmolLM2-135M, or another small model")
     cli.add_argument("--steps", type=int, default=7)
     cli.add_argument("--tokens", type=int, default=32)
+    cli.add_argument("--staleness", type=int, nargs="+", default=[1, 2])
     cli.add_argument("--unbound", action="store_true", help="leave the cores alone (GPU machines)")
     args = cli.parse_args()
-    now, ahead = rows(0, args), rows(1, args)
-    generation, training = median(now, "time/rollout"), median(now, "time/train")
-    print(
-        json.dumps(
-            {
-                "generation": generation,
-                "training": training,
-                "sync": median(now, "time/sync"),
-                "step, max_staleness=0": median(now, "time/step"),
-                "step, max_staleness=1": median(ahead, "time/step"),
-                "max(generation, training)": max(generation, training),
-                "ratio to it": round(median(ahead, "time/step") / max(generation, training), 3),
-            },
-            indent=1,
-        )
-    )
+    now, *ahead = [rows(staleness, args) for staleness in (0, *args.staleness)]
+    bound = max(median(now, "time/rollout"), median(now, "time/train"))
+    found = {
+        "generation": median(now, "time/rollout"),
+        "training": median(now, "time/train"),
+        "sync": median(now, "time/sync"),
+        "max(generation, training)": bound,
+        "step, max_staleness=0": median(now, "time/step"),
+    }
+    for staleness, steps in zip(args.staleness, ahead, strict=True):
+        seconds = median(steps, "time/step")
+        found |= {f"step, max_staleness={staleness}": seconds, f"ratio to max, {staleness}": round(seconds / bound, 3)}
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

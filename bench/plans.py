@@ -302,7 +302,8 @@ def overlap_seconds(row: Row) -> float:
     one, low, high = row["colocated"], 16.0, 4.0 * row["longest"]
     for _ in range(20):
         mean = math.sqrt(low * high)
-        seconds = simulate(overlap_job(row, one["gpus"], mean, 0.0), 2).steps[-1].batch.seconds
+        job = overlap_job(row, one["gpus"], mean, 0.0)
+        seconds = simulate(job, 2).steps[-1].seconds - job.speeds.sync
         low, high = (mean, high) if seconds < one["gen"] else (low, mean)
     update = one["update"] + (one["old_logp"] if row["old_logp"] else 0.0)
     job = overlap_job(row, row["rollout"], low, update * one["gpus"] / row["trainers"])

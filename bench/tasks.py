@@ -74,13 +74,6 @@ class Timed:
         return found
 
 
-class Alone:
-    """A world of one process."""
-
-    def any(self, flag: bool) -> bool:
-        return flag
-
-
 def episodes(folder: Path, rounds: int) -> None:
     """Seconds of episodes of several turns, and of the engine alone for as many tokens in one turn."""
     import torch
@@ -99,7 +92,7 @@ def episodes(folder: Path, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "echo.py").write_text(ENVIRONMENT % TURNS)
         environment = EnvironmentConfig(name=f"{scratch}/echo.py:Echo", turn_tokens=TOKENS)
-        whole = MultiTurnEngine(engine, tokenizer, {"talk": environment}, Alone())  # type: ignore[arg-type]
+        whole = MultiTurnEngine(engine.generate, tokenizer, {"talk": environment}, bool)
         took: dict[str, list[tuple[float, float, float]]] = {"kept": [], "anew": [], "one turn": []}
         for _ in range(rounds + 1):  # the first one starts the workers
             for how, seconds in took.items():

@@ -142,8 +142,6 @@ class Status(StrEnum):
     """Its group was kept, but the step had enough groups."""
     LEFTOVER = "carried"
     """As surplus, but the next step trains on it (algorithm.keep.surplus=carry)."""
-    STALE = "stale"
-    """Its weight version is older than rollout.max_staleness allows."""
     EVALUATED = "evaluated"
     """Sampled to evaluate a model, not for training."""
 

@@ -16,13 +16,14 @@ from chaos.workspace import SMALL, START, Command, Workspace, check_equal, metri
 from cli.copied import config_dir
 
 STEPS = 8
+ONE_AHEAD = ["rollout.max_staleness=1", "rollout.in_flight=false"]  # in_flight: versions depend on the clock
 RUNS = {
     "engine=transformers": [],
     "engine=transformers, two processes": ["hardware.processes=2"],
     "engine=transformers, two processes with FSDP2": ["hardware.processes=2", "hardware.parallel=fsdp2"],
-    "engine=copied, staleness 1": ["engine=copied", "rollout.max_staleness=1"],
+    "engine=copied, staleness 1": ["engine=copied", *ONE_AHEAD],
     "engine=vllm": ["engine=vllm"],
-    "engine=vllm, staleness 1": ["engine=vllm", "rollout.max_staleness=1"],
+    "engine=vllm, staleness 1": ["engine=vllm", *ONE_AHEAD],
 }
 SHARES = {
     "engine=transformers": 18,

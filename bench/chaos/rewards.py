@@ -89,15 +89,15 @@ ALL = ENDS | HANGS | DIES | CONTINUES
 
 @dataclass(frozen=True, slots=True)
 class Misbehaviour:
-    """A misbehaviour of `ALL` in one call. prefetch: rewards are computed in a thread beside training."""
+    """A misbehaviour of `ALL` in one call. ahead: rewards are computed in a thread beside training."""
 
     how: str
     call: int
-    prefetch: bool
+    ahead: bool
     attacks = 1
 
     def __str__(self) -> str:
-        return f"in call {self.call}: {self.how}" + ", staleness 1" * self.prefetch
+        return f"in call {self.call}: {self.how}" + ", staleness 1" * self.ahead
 
     def execute(self, workspace: Workspace) -> None:
         shared = workspace.shared.folder
@@ -106,8 +106,8 @@ class Misbehaviour:
             honest.write_text(HONEST + "score = lambda completions: honest(completions)\n")
         config_dir(shared / "conf")
         more = ["--config-dir", str(shared / "conf"), "reward=[python]", "reward.python.timeout=3", "train.steps=4"]
-        if self.prefetch:
-            more += ["engine=copied", "rollout.max_staleness=1"]
+        if self.ahead:
+            more += ["engine=copied", "rollout.max_staleness=1", "rollout.in_flight=false"]
         body = "\n".join(f"    {line}" for line in ALL[self.how].splitlines())
         (workspace.folder / "mine.py").write_text(HONEST + SCORE.format(call=self.call, body=body))
         run = workspace.folder / "run"
@@ -136,8 +136,8 @@ class Misbehaviour:
 def draw(random: Random, count: int) -> Sequence[Misbehaviour]:
     trials = []
     for how in spread(random, list(ALL), count):
-        prefetch = how in HANGS and random.random() < 0.5
-        trials.append(Misbehaviour(how, random.randint(1, 3), prefetch))
+        ahead = how in HANGS and random.random() < 0.5
+        trials.append(Misbehaviour(how, random.randint(1, 3), ahead))
     return trials
 
 

@@ -35,7 +35,7 @@ TINY = [
 ]
 SMALL = [*TINY, "reward=[format]", "reward.format.pattern='.*[02468]'"]
 """A run of a few seconds. About half of all answers are even, so every step has groups with a training signal."""
-UNREPEATABLE = ("time/", "memory/", "engine/", "sync/seconds")
+UNREPEATABLE = ("time/", "memory/", "engine/", "stream/", "sync/seconds")
 ERROR = "grpocli: error: "
 
 

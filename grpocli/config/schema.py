@@ -100,8 +100,12 @@ class Rollouts:
     max_staleness: int = 0
     """Largest age of the weights that sample a completion, in weight versions. 0: exactly on-policy; above 0, sampling
     continues while a step trains."""
-    in_flight: bool = False
-    """Change the weights under running requests instead of waiting for them; needs max_staleness above 0."""
+    in_flight: bool = True
+    """With max_staleness: change the weights under running requests. false: wait for them before each sync; which
+    weights sample a completion then depends on no clock, and a resumed run is equal to the bit."""
+    order: str = "ready"
+    """With max_staleness: which groups a step trains on. ready: of the oldest weights, those that ended first;
+    request: in the order of their prompts, so that a long completion holds up later ones."""
 
     def __post_init__(self) -> None:
         for field in ("prompts_per_step", "group_size", "max_prompt_tokens", "max_completion_tokens"):
@@ -123,8 +127,7 @@ class Rollouts:
         if self.regex is not None:
             check_regex(self, "regex")
         require(self, "max_staleness", self.max_staleness >= 0, "must be 0 (exactly on-policy) or more")
-        problem = "no request runs while weights change unless rollout.max_staleness is above 0"
-        require(self, "in_flight", self.max_staleness > 0 or not self.in_flight, problem)
+        one_of(self, "order", ("ready", "request"))
         bound = self.max_prob_error
         require(self, "max_prob_error", bound is None or bound > 1, "must be above 1 (where both agree), or null")
         require(self, "max_reward_errors", 0 <= self.max_reward_errors <= 1, "must be between 0 and 1")

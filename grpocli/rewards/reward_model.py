@@ -135,6 +135,6 @@ def _device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name != "cpu" and not torch.cuda.is_available():
         raise ConfigError("torch finds no GPU here; take cpu or auto", key="reward.model.device", value=name)
-    if name == "cuda":  # with its number, since the thread that collects ahead has another current GPU
+    if name == "cuda":  # with its number, since the thread that scores a stream has another current GPU
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(name)

@@ -6,6 +6,7 @@ To write an engine, derive its config from `EnginePart`, and return an engine de
     connect         in every trainer process, after `launch`: return the engine
     sync            at the start of step v: take over the policy's current weights, as version v
     generate        complete token ids: n completions for each request, with each token's log-prob in nats
+    sample          with `rollout.max_staleness`: the same in the main process alone, in several threads at a time
     release_memory  before the updates of a step; does nothing by default
     close           at the end of the run
 
@@ -115,9 +116,6 @@ class EngineContext:
     sync: SyncConfig = field(default_factory=SyncConfig)
     in_flight: bool = False
     """Weights may change during requests."""
-    recover: Callable[[], None] | None = None
-    """Called by `generate` when requests are unanswered and every server is lost, equally often in every process. None:
-    sync in this thread. With prefetch, `build_trainer.py` passes a function that syncs in the main thread."""
     stopping: Callable[[], bool] = lambda: False
     """Whether a stop of the run is requested; a long wait then ends with EngineGone."""
     before_change: Callable[[], None] = lambda: None
@@ -150,9 +148,9 @@ class Listener:
 class Engine(ABC):
     """Base class of connected engines in a trainer process.
 
-    With `rollout.max_staleness` above 0 a second thread calls `generate`. The main thread calls `sync`, while
-    `generate` runs only if weights may change under running requests (`EngineContext.in_flight`) or if `generate`
-    requested it with `EngineContext.recover`.
+    The main thread calls `generate` and `sync`. With `rollout.max_staleness` above 0, other threads of the main process
+    call `sample`. While a `sample` runs, `sync` comes only if weights may change under running requests
+    (`EngineContext.in_flight`), or if `needs_sync` asked for it.
     """
 
     @abstractmethod
@@ -165,6 +163,17 @@ class Engine(ABC):
         complete, in any thread; it must return immediately. If it is a `Listener` whose watch is cancelled, `generate`
         may return early with completions that are cut off or missing, after the same collective calls in every process.
         """
+
+    def sample(
+        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore_group
+    ) -> list[list[Completion]]:
+        """As `generate`, but called in the main process alone, in several threads at a time."""
+        return self.generate(requests, sampling, on_group)
+
+    @property
+    def needs_sync(self) -> bool:
+        """Whether a `sample` waits until `sync` has brought servers back."""
+        return False
 
     @abstractmethod
     def sync(self, version: int) -> dict[str, float]:

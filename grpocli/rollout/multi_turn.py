@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import groupby
@@ -34,9 +34,7 @@ from grpocli.types import Completion, Episode, Message, Prompt, Request, Reusabl
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from grpocli.distributed.world import World
     from grpocli.environments.environment import EnvironmentConfig
-    from grpocli.rollout.engine import Engine
 
 
 @lru_cache(maxsize=8)
@@ -166,10 +164,12 @@ class _RunningEpisode:
 class MultiTurnEngine:
     """Wraps an engine; runs multi-turn episodes for the tasks in `environments`."""
 
-    engine: Engine
+    complete: Callable[[Sequence[Request], Sampling, OnGroup], list[list[Completion]]]
+    """`Engine.generate` or `Engine.sample`."""
     tokenizer: PreTrainedTokenizerBase
     environments: Mapping[str, EnvironmentConfig]
-    world: World
+    in_any_process: Callable[[bool], bool]
+    """Whether a flag is set in any of the processes that call `generate` together."""
 
     def generate(
         self,
@@ -178,7 +178,10 @@ class MultiTurnEngine:
         sampling: Sampling,
         on_group: OnGroup = ignore_group,
     ) -> list[list[Completion]]:
-        """`n` completions for each request, in the requests' order. on_group: see `Engine.generate`. Collective."""
+        """`n` completions for each request, in the requests' order. Collective if `complete` is.
+
+        on_group: see `Engine.generate`.
+        """
         pairs = list(zip(prompts, requests, strict=True))
         first = [_turn_request(request, self.environments.get(prompt.task)) for prompt, request in pairs]
         listener = Listener.wrap(on_group)
@@ -188,7 +191,7 @@ class MultiTurnEngine:
             if prompts[k].task not in self.environments:
                 listener(k, group)
 
-        completions = self.engine.generate(first, sampling, Listener(on_first_turn, watch))
+        completions = self.complete(first, sampling, Listener(on_first_turn, watch))
         if not self.environments:
             return completions
         running = [] if watch.cancelled() else self._start_episodes(prompts, requests, first)
@@ -197,11 +200,11 @@ class MultiTurnEngine:
         turns = [completions[episode.k][episode.i] for episode in running]
         while True:
             running = [] if watch.cancelled() else self._step(running, turns, sampling)
-            if not self.world.any(bool(running)):
+            if not self.in_any_process(bool(running)):
                 break
             asked = [self._next_request(episode, sampling) for episode in running]
             turn_listener = Listener(watch=watch.part(len(episodes) - len(running), len(episodes)))
-            turns = [group[0] for group in self.engine.generate(asked, sampling, turn_listener) if group]
+            turns = [group[0] for group in self.complete(asked, sampling, turn_listener) if group]
         for episode in episodes:
             if episode.spans:  # otherwise it was cancelled before its first turn
                 completions[episode.k][episode.i] = episode.completion()

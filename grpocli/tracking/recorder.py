@@ -126,9 +126,6 @@ class Recorder:
         self.warn_once({kind: f"step {step}: {text}" for kind, text in warnings.items()})
         if groups:
             self._sample(groups[0], advantages_PG[0].tolist())
-        elif stale := metrics.get("sampling/stale"):
-            why = f"all {stale} groups kept for it were sampled with weights older than rollout.max_staleness allows"
-            self.view.warn(f"step {step} trained on nothing: {why}")
         else:
             rounds = f"the groups sampled in {metrics['sampling/rounds']} rounds, algorithm.keep.max_rounds"
             self.view.warn(f"step {step} trained on nothing: of {rounds}, none had completions of different reward")

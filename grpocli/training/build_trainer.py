@@ -31,11 +31,11 @@ from grpocli.tasks.task import errors_below
 from grpocli.training import checkpoint
 from grpocli.training.accuracy import AccuracyRewards, Evaluator
 from grpocli.training.checkpoint import Checkpointer, restoring
-from grpocli.training.collector import Collector, RolloutBatch, Sampler, TargetSampler
+from grpocli.training.collector import Collector, Sampler, TargetSampler
 from grpocli.training.optim import make_optimizer
 from grpocli.training.packing import FlexPacked, Packed
 from grpocli.training.policy import BaseReference, Policy, Reference
-from grpocli.training.prefetch import Prefetcher, load_leftover, load_prefetched
+from grpocli.training.stream import RolloutState, RolloutStream
 from grpocli.training.teachers import Teachers, load_teachers
 from grpocli.training.trainer import Trainer
 from grpocli.training.trials import choose_layout, update_sampling
@@ -70,15 +70,11 @@ def build_trainer(
 ) -> Trainer:
     """The trainer of a run. model: the policy's, on the CPU, if it is loaded already. Collective."""
     _check_rewards(run, data, recorder)
-    state, leftover, ready, updater = _load(run, job, world, data, recorder, checkpoint_path, model)
+    state, saved, updater = _load(run, job, world, data, recorder, checkpoint_path, model)
     policy = updater.policy
     keep_stop_token_ids(policy.model, data.tokenizer)
     for hint in _hints(run, data, policy.model.config.get_text_config()):
         recorder.view.note(hint)
-
-    def recover() -> None:
-        """Sync the engine again, in the main thread because an update may be changing the weights."""
-        trainer.prefetcher.run_in_main_thread(trainer.sync_now)
 
     context = EngineContext(
         job=job,
@@ -86,8 +82,7 @@ def build_trainer(
         tokenizer=data.tokenizer,
         world=world,
         sync=run.sync,
-        in_flight=run.rollout.in_flight,
-        recover=recover if run.rollout.max_staleness else None,
+        in_flight=run.rollout.in_flight and run.rollout.max_staleness > 0,
         stopping=stop.requested,
         before_change=lambda: trainer.wait_for_checkpoint(),
     )
@@ -98,7 +93,9 @@ def build_trainer(
     kind = TargetSampler if run.algorithm.supervised else Sampler
     source = kind(world, engine, data.tokenizer, scorer, data.environments, sampler.scoring)
     watch = Watch(recorder.progress_of("rollout"))
-    collector = make_collector(run, source, data.draw, state.draws, leftover, watch)
+    collector = make_collector(
+        run, source, data.draw, state.draws, saved.leftover[: run.rollout.prompts_per_step], watch
+    )
     collector.epoch_draws = data.epoch if run.algorithm.supervised else None
     trainer = Trainer(
         run=run,
@@ -107,7 +104,7 @@ def build_trainer(
         tokenizer=data.tokenizer,
         engine=engine,
         collector=collector,
-        prefetcher=Prefetcher(collector, world, run.rollout, run.train.steps, state.step, ready),
+        stream=RolloutStream(collector, world, run.rollout, run.train.steps, state.step, saved),
         updater=updater,
         update_checks=UpdateChecks(run, recorder.run_dir, policy, world),
         evaluator=_evaluator(run, sampler, data, recorder, stop, updater),
@@ -160,23 +157,19 @@ def _load(
     recorder: Recorder,
     path: Path | None,
     model: PreTrainedModel | None,
-) -> tuple[checkpoint.State, list[Group], list[RolloutBatch], Updater]:
-    """The state, leftover groups, prefetched batches, models and optimizer of a checkpoint, or of a new run."""
-    state = checkpoint.State(run=SavedRun(recorder.run_dir.path).id)
-    leftover: list[Group] = []
-    ready: list[RolloutBatch] = []
+) -> tuple[checkpoint.State, RolloutState, Updater]:
+    """The state, rollouts, models and optimizer of a checkpoint, or of a new run."""
+    state, saved = checkpoint.State(run=SavedRun(recorder.run_dir.path).id), RolloutState(0)
     with restoring(path):
         if path:
             rewards = [] if run.algorithm.supervised else list(run.reward)
-            fits, prefetches = (data.draw, run.rollout.group_size, rewards), run.rollout.max_staleness > 0
             state = checkpoint.load_state(path)
-            leftover = load_leftover(path, *fits, run.rollout.prompts_per_step)
-            ready = load_prefetched(path, *fits, prefetches, world.is_main)
+            saved = RolloutState.load(path, state.draws, data.draw, run.rollout.group_size, rewards)
         updater = load_updater(run, job, world, path, state, recorder.progress_of("train"), model)
     recorder.seconds_before = state.seconds
     for note in choose_layout(run, world, updater.policy, updater.reference):
         recorder.view.note(note)
-    return state, leftover, ready, updater
+    return state, saved, updater
 
 
 def load_updater(

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from grpocli.distributed.world import World
     from grpocli.training.policy import Policy, Reference
-    from grpocli.training.prefetch import PrefetchState
+    from grpocli.training.stream import RolloutState
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +98,8 @@ class Contents:
     tokenizer: PreTrainedTokenizerBase
     reference: Reference | None = None
     """None unless it changes in training or has an adapter."""
-    prefetched: PrefetchState | None = None
-    """The rollouts and scores that the next steps begin with."""
+    rollouts: RolloutState | None = None
+    """Those that the next steps begin with, with their scores."""
 
 
 def save(path: Path, state: State, contents: Contents, world: World, progress: Progress = unreported) -> None:
@@ -117,8 +117,8 @@ def save(path: Path, state: State, contents: Contents, world: World, progress: P
         if world.is_main:
             shards.write_index(files, folder / OPTIMIZER_INDEX)
             contents.tokenizer.save_pretrained(folder)
-            if contents.prefetched:
-                contents.prefetched.save(folder)
+            if contents.rollouts:
+                contents.rollouts.save(folder)
             (folder / STATE).write_text(json.dumps(asdict(state), indent=2))
         progress(0, 0, "checksums")
         write_checksums(folder, world)
@@ -337,11 +337,11 @@ class Checkpointer:
     def __post_init__(self) -> None:
         self._channel = self.world.channel() if self.world.parallel.replicated else None
 
-    def save(self, state: State, prefetched: PrefetchState) -> None:
+    def save(self, state: State, rollouts: RolloutState) -> None:
         """Start to save. The policy, optimizer and reference must not change until `wait` returns."""
 
         def write() -> None:
-            contents = replace(self.contents, prefetched=prefetched)
+            contents = replace(self.contents, rollouts=rollouts)
             save(self.run_dir.checkpoint(state.step), state, contents, self.world, self.progress)
             if self.world.is_main:
                 prune(self.run_dir.checkpoints, self.keep)

@@ -102,10 +102,29 @@ class Sampler:
         all_stats = self.world.gather_objects([stats])
         return [everyone[i] for i in range(len(prompts))], reduce(ScoreStats.add_process, all_stats)
 
+    def score(
+        self, arrived: Sequence[tuple[Prompt, Sequence[Completion]]], max_tokens: int
+    ) -> list[tuple[Group, ScoreStats]]:
+        """The scored groups of these completions, each with its counts. In this process alone."""
+        groups = [
+            [Rollout(prompt, done, self._text(done.token_ids)) for done in completions]
+            for prompt, completions in arrived
+        ]
+        with self.scoring:
+            scored = self.scorer.score_groups(groups, max_tokens)
+        return [
+            (Group(prompt, rollouts), stats) for (prompt, _), (rollouts, stats) in zip(arrived, scored, strict=True)
+        ]
+
     @property
     def episodes(self) -> MultiTurnEngine:
         """The engine, for completions of several turns."""
-        return MultiTurnEngine(self.engine, self.tokenizer, self.environments, self.world)
+        return MultiTurnEngine(self.engine.generate, self.tokenizer, self.environments, self.world.any)
+
+    @property
+    def episodes_here(self) -> MultiTurnEngine:
+        """The same, for requests of this process alone."""
+        return MultiTurnEngine(self.engine.sample, self.tokenizer, self.environments, bool)
 
     def _text(self, token_ids: list[int]) -> str:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -258,7 +277,7 @@ class Collector:
     def collect(self) -> RolloutBatch:
         """Sample until the algorithm has kept `prompts_per_step` groups, or its rounds are used up. Collective.
 
-        After an error `Prefetcher.state` is that before the step, and the run ends.
+        After an error `RolloutStream.state` is that before the step, and the run ends.
         """
         sampled = SampledGroups()
         while (missing := self.missing(sampled)) > 0 and sampled.rounds < self.algorithm.keep.max_rounds:
@@ -283,7 +302,7 @@ class Collector:
         groups, stats = self.sampler.generate_and_score(prompts, seeds, self.group_size, self.sampling, watch)
         sampled.score_stats = sampled.score_stats.add_round(stats)
         self.sampler.scorer.check_errors(sampled.score_stats, self.prompts_per_step * self.group_size)
-        for group, keep in zip(groups, self._kept(groups), strict=True):
+        for group, keep in zip(groups, self.kept(groups), strict=True):
             (sampled.kept if keep else sampled.filtered).append(group)
         sampled.all += groups
         sampled.rounds += 1
@@ -343,7 +362,7 @@ class Collector:
             }
         return metrics | ({"epoch": self.draws / self.epoch_draws} if self.epoch_draws else {})
 
-    def _kept(self, groups: Sequence[Group]) -> list[bool]:
+    def kept(self, groups: Sequence[Group]) -> list[bool]:
         """Whether the algorithm keeps each group; all of them in a run without rewards."""
         if not self.reward_weights:
             return [True] * len(groups)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from grpocli.rollout.engine import Engine
     from grpocli.tracking.recorder import Recorder
     from grpocli.training.policy import Policy
-    from grpocli.training.prefetch import Prefetcher
+    from grpocli.training.stream import RolloutStream
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Trainer:
     tokenizer: Any
     engine: Engine
     collector: Collector
-    prefetcher: Prefetcher
+    stream: RolloutStream
     updater: Updater
     update_checks: UpdateChecks
     evaluator: Evaluator
@@ -94,7 +94,7 @@ class Trainer:
         """One step of the algorithm.
 
         The old policy π_old is the policy from `sync` to the first optimizer update. It samples this step's rollouts
-        (prefetched ones are older, see `Row.of`), and it stays π_old in every epoch of `update`.
+        (those of a stream are older, see `Row.of`), and it stays π_old in every epoch of `update`.
         """
         self.begin_step()
         if not self.run.algorithm.supervised:  # the engine only samples evaluations
@@ -120,11 +120,10 @@ class Trainer:
         """Sync the engine unless it has the current weights. Step v samples with weight version v."""
         if self.engine_version == self.next_step:
             return
-        with ExitStack() as paused:
-            with self.timed("rollout") if self.prefetcher.max_staleness else nullcontext():
-                paused.enter_context(self.prefetcher.collection_paused_before(self.next_step))
-            with self.timed("sync"):
-                self.sync_now()
+        with self.timed("rollout") if self.stream.max_staleness else nullcontext():
+            self.stream.wait_until_idle(self.sync_now)
+        with self.timed("sync"):
+            self.sync_now()
 
     def sync_now(self) -> None:
         """Sync the engine even if it had the current weights, because it may have new servers."""
@@ -132,13 +131,13 @@ class Trainer:
         self.engine_version = self.next_step
 
     def generate_and_score(self) -> RolloutBatch:
-        """The step's groups of scored rollouts, sampled now or, with `rollout.max_staleness`, prefetched."""
+        """The step's groups of scored rollouts, sampled now or, with `rollout.max_staleness`, while others trained."""
         self.metrics["weight_version"] = self.next_step if self.run.algorithm.supervised else self.engine_version
         with self.timed("rollout"):
-            batch = self.prefetcher.rollouts(self.next_step)
+            batch = self.stream.batch(self.next_step, self.sync_now)
         self.metrics |= batch.metrics
         self.metrics["num_tokens"] = self.state.num_tokens + batch.metrics.get("num_tokens", 0)
-        if not self.prefetcher.max_staleness:  # with prefetch, time/rollout is only the wait for a batch
+        if not self.stream.max_staleness:  # of a stream, time/rollout is only the wait for a batch
             self.metrics["time/rollout"] -= batch.metrics["time/reward"]
         return batch
 
@@ -171,11 +170,11 @@ class Trainer:
 
     def checkpoint(self) -> None:
         """Start to save everything that a resume needs. `wait_for_checkpoint` returns when it is saved."""
-        self.prefetcher.wait_until_idle(self.next_step)
-        prefetched = self.prefetcher.state(self.next_step)
-        self.state = replace(self.state, draws=prefetched.draws, seconds=self.seconds)
+        self.stream.wait_until_idle(self.sync_now)
+        rollouts = self.stream.state(self.next_step)
+        self.state = replace(self.state, draws=rollouts.draws, seconds=self.seconds)
         with self.timed("checkpoint"):
-            self.checkpointer.save(self.state, prefetched)
+            self.checkpointer.save(self.state, rollouts)
 
     # Evaluation
 
@@ -228,7 +227,7 @@ class Trainer:
         """Make the final evaluation and the last checkpoint; return the evaluation."""
         if self.state.step < self.run.train.steps:
             self.recorder.ends_early(self.run.eval.stop_at.reason(self.last_evaluation), self.state.step)
-            self.prefetcher.stop_after(self.next_step)
+            self.stream.stop_after(self.state.step)
         results = self.evaluate()
         if not (self.state.step and self.due(self.run.checkpoint.every)):
             self.checkpoint()
@@ -254,23 +253,22 @@ class Trainer:
         raise Stopped(f"{self.stop.received or 'asked to stop'} after step {step}", remedy=resume)
 
     def save_whole_step(self) -> None:
-        """Save a checkpoint of the last whole step, with the rollouts prefetched since its own. Collective."""
-        self.prefetcher.stop_after(self.next_step)
+        """Save a checkpoint of the last whole step, with the rollouts since its own. Collective."""
         # wait here, so that a lost service cannot prevent the checkpoint; the wait in `checkpoint` then returns at once
         with suppress(ServiceGone):
-            self.prefetcher.wait_until_idle(self.next_step)
+            self.stream.wait_until_idle(self.sync_now)
         self.checkpoint()
         self.wait_for_checkpoint()
 
     def close(self) -> None:
         """Stop the threads and processes of this trainer, even if some raise errors."""
         interrupted = isinstance(sys.exception(), KeyboardInterrupt)  # by a second Ctrl-C: close without waiting
-        with ExitStack() as closing:  # called in reverse order: the prefetcher first, the checkpointer last
+        with ExitStack() as closing:  # called in reverse order: the stream first, the checkpointer last
             closing.callback(self.checkpointer.close, wait=not interrupted)
             closing.callback(self.collector.sampler.scorer.close)
             closing.callback(self.collector.sampler.episodes.close)
             closing.callback(self.engine.close)
-            closing.callback(self.prefetcher.close, wait_for_thread=not interrupted)
+            closing.callback(self.stream.close, wait_for_threads=not interrupted)
 
     # Steps and time
 

@@ -1,9 +1,9 @@
 """A discrete-event simulation of a run: when servers generate, when trainers update, and who waits for whom.
 
 Events are completions, rounds of sampling, syncs and updates, not tokens. Between two
-completions of a server, all its running sequences advance one token in `Speeds.decode[n]` seconds. A step's rollouts
-are sampled in rounds as `Collector` does, and the two threads take turns as in `Prefetcher`. The same seed gives the
-same run.
+completions of a server, all its running sequences advance one token in `Speeds.decode[n]` seconds. With max_staleness 0
+a step's rollouts are sampled in rounds as `Collector` does; above 0 the trainer's own `Schedule` decides. The same seed
+gives the same run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 from grpocli.errors import ConfigError
 from grpocli.rollout.sampling import derive_seed
 from grpocli.training.collector import MAX_REFILL
+from grpocli.training.schedule import Schedule
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -134,35 +135,28 @@ class Job:
     def devices(self) -> int:
         return self.trainers if self.shared else self.trainers + self.rollout_devices
 
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The rollouts of one step."""
-
-    seconds: float
-    """To collect them."""
-    busy: float
-    """Seconds of generation, added over the servers."""
-    generated: int
-    """Tokens of all completions."""
-    trained: int
-    """Tokens of the completions that are trained on."""
-    groups: int
-    leftover: int
-    """Tokens of groups kept for the next step."""
+    def update_seconds(self, groups: int, tokens: int) -> float:
+        """Seconds of an update on groups whose completions have so many tokens."""
+        return self.speeds.update + self.speeds.update_token * (tokens + groups * self.prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """Times of a step, in seconds since the start of the run without failures."""
+    """A step. Times in seconds since the start of the run without failures."""
 
     start: float
     end: float
     train: float
     """Seconds of the update."""
     age: int
-    """Of the weights that sampled its rollouts."""
-    batch: Batch
+    """Of the oldest weights that sampled its rollouts."""
+    busy: float
+    """Seconds of generation meanwhile, added over the servers."""
+    generated: int
+    """Tokens of the completions that ended meanwhile."""
+    trained: int
+    """Tokens of the completions that are trained on."""
+    groups: int
 
     @property
     def seconds(self) -> float:
@@ -197,13 +191,13 @@ class Simulated:
     @property
     def rollout_idle(self) -> float:
         """Share of the time in which servers do not generate."""
-        busy = self._mean([step.batch.busy for step in self.steps]) / self.job.servers
+        busy = self._mean([step.busy for step in self.steps]) / self.job.servers
         return max(0.0, 1 - busy / self.step_seconds)
 
     @property
     def tokens_per_second(self) -> float:
         """Trained tokens of completions per second, without failures."""
-        return self._mean([step.batch.trained for step in self.steps]) / self.step_seconds
+        return self._mean([step.trained for step in self.steps]) / self.step_seconds
 
     @property
     def max_age(self) -> int:
@@ -219,8 +213,8 @@ def simulate(job: Job, steps: int, seed: int = 0, run_steps: int | None = None) 
 
     Raises ConfigError if failures come faster than checkpoints.
     """
-    timeline = _Timeline(job, seed)
-    done = tuple(timeline.step(number) for number in range(1, steps + 1))
+    run = _Stream(job, seed, steps) if job.max_staleness else _Rounds(job, seed)
+    done = tuple(run.step(number) for number in range(1, steps + 1))
     whole = [done[n % steps].seconds for n in range(run_steps or steps)]
     seconds, lost, failures = _with_failures(job, whole)
     return Simulated(job, done, seconds, 1 - sum(whole) / seconds, lost, failures)
@@ -231,80 +225,82 @@ def generate(lengths: NDArray[np.int64], servers: int, slots: int, decode: Seque
 
     A group goes to the server with the fewest completions, which starts as many as it has slots and queues the rest.
     """
-    shares = [lengths[first::servers].ravel() for first in range(min(servers, len(lengths)))]
-    seconds = [_serve(share, slots, decode) for share in shares]
-    return max(seconds), sum(seconds)
-
-
-def _serve(lengths: NDArray[np.int64], slots: int, decode: Sequence[float]) -> float:
-    """Seconds of a server on which a sequence starts when another one ends; at last they end in order of length."""
-    ends = [int(length) for length in lengths[:slots]]
-    heapq.heapify(ends)
-    now, seconds = 0, 0.0
-    for length in lengths[slots:]:
-        first = ends[0]
-        seconds += (first - now) * decode[slots]
-        now = first
-        heapq.heapreplace(ends, now + int(length))
-    left = np.sort(np.asarray(ends) - now)
-    return seconds + float(np.diff(left, prepend=0) @ np.asarray(decode)[len(left) : 0 : -1])
+    found = [_Server(slots, decode) for _ in range(servers)]
+    for number, group in enumerate(lengths):
+        min(found, key=len).add(number, group)
+    for server in found:
+        while server.running:
+            server.end_next()
+    return max(server.now for server in found), sum(server.busy for server in found)
 
 
 @dataclass(slots=True)
-class _Timeline:
-    """The two threads of a run: one trains, the other collects the batches of the steps in order."""
+class _Server:
+    """A server, between two of whose events all running sequences advance at the same pace."""
+
+    slots: int
+    decode: Sequence[float]
+    now: float = 0.0
+    position: float = 0.0
+    """Tokens of a sequence that runs from the start."""
+    running: list[tuple[float, int]] = field(default_factory=list)
+    """A heap of the positions at which sequences end, with their groups."""
+    waiting: deque[tuple[int, int]] = field(default_factory=deque)
+    """Lengths of sequences without a slot, with their groups."""
+    busy: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    def add(self, group: int, lengths: NDArray[np.int64]) -> None:
+        self.waiting += [(int(length), group) for length in lengths]
+        self._fill()
+
+    def _fill(self) -> None:
+        while self.waiting and len(self.running) < self.slots:
+            length, group = self.waiting.popleft()
+            heapq.heappush(self.running, (self.position + length, group))
+
+    @property
+    def next_end(self) -> float:
+        if not self.running:
+            return math.inf
+        return self.now + (self.running[0][0] - self.position) * self.decode[len(self.running)]
+
+    def run_until(self, time: float) -> None:
+        """Advance to a time before the next end."""
+        if time > self.now:
+            if self.running:
+                self.position += (time - self.now) / self.decode[len(self.running)]
+                self.busy += time - self.now
+            self.now = time
+
+    def end_next(self) -> int:
+        """Advance to the next end; the group of the sequence that ended."""
+        end = self.next_end
+        self.busy += end - self.now
+        self.now = end
+        self.position, group = heapq.heappop(self.running)
+        self._fill()
+        return group
+
+
+@dataclass(slots=True)
+class _Rounds:
+    """A run whose steps follow each other: each samples its rollouts in rounds, as `Collector` does, and trains."""
 
     job: Job
     seed: int
     now: float = 0.0
-    free: float = 0.0
-    """When the collecting thread may begin its next batch."""
-    requested: int = 0
-    collected: int = 0
-    synced: list[tuple[float, int]] = field(default_factory=list)
-    """When each weight version reached the servers."""
-    ready: deque[tuple[float, int, Batch]] = field(default_factory=deque)
-    """Batches with the time at which they are collected and the version that sampled them."""
     leftover: NDArray[np.int64] | None = None
 
     def step(self, number: int) -> SimulatedStep:
-        job, speeds, start = self.job, self.job.speeds, self.now
-        self._sync(number)
-        self.requested = number + job.max_staleness
-        self._collect(through=number)
-        done, version, batch = self.ready.popleft()
-        train = speeds.update + speeds.update_token * (batch.trained + batch.groups * job.prompt_tokens)
-        self.now = max(self.now, done) + train
-        return SimulatedStep(start, self.now, train, number - version, batch)
-
-    def _sync(self, number: int) -> None:
-        """Send the weights, after the batches that were begun before unless they may change in flight."""
-        job = self.job
-        self._collect(before=self.now)
-        if self.collected and not job.in_flight and job.max_staleness:
-            self._collect(through=min(number, self.requested))
-            self.now = max(self.now, self.free)
-        start = self.now
-        self.now += job.speeds.sync
-        self.synced.append((self.now, number))
-        if self.free > start and self.ready:  # in flight: generation stands still during the sync
-            done, version, batch = self.ready.pop()
-            self.ready.append((done + job.speeds.sync, version, batch))
-            self.free += job.speeds.sync
-        self.free = max(self.free, self.now)
-
-    def _collect(self, through: int = 0, before: float = -math.inf) -> None:
-        """Collect the requested batches up to number `through`, and further ones that begin before a time."""
-        while self.collected < self.requested and (self.collected < through or self.free < before):
-            self.collected += 1
-            version = next((version for time, version in reversed(self.synced) if time <= self.free), 1)
-            batch = self._batch(self.collected)
-            self.free += batch.seconds
-            self.ready.append((self.free, version, batch))
-
-    def _batch(self, number: int) -> Batch:
-        """The rollouts of a step, in rounds until enough groups are kept: see `Collector._sample`."""
-        job, random = self.job, np.random.default_rng(derive_seed(self.seed, number))
+        job, speeds, start, random = (
+            self.job,
+            self.job.speeds,
+            self.now,
+            np.random.default_rng(derive_seed(self.seed, number)),
+        )
         found = [self.leftover if self.leftover is not None else np.zeros((0, job.group), dtype=np.int64)]
         missing = job.prompts - len(found[0])
         seconds = busy = 0.0
@@ -314,15 +310,107 @@ class _Timeline:
             if sampled:
                 wanted = min(math.ceil((missing - kept) * sampled / max(kept, 1)), MAX_REFILL * job.prompts)
             lengths = job.lengths.draw(random, wanted * job.group).reshape(wanted, job.group)
-            took, worked = generate(lengths, job.servers, job.slots, job.speeds.decode)
+            took, worked = generate(lengths, job.servers, job.slots, speeds.decode)
             found.append(lengths[random.random(wanted) < job.kept])
-            seconds += job.speeds.round + took + job.speeds.reward
+            seconds += speeds.round + took + speeds.reward
             busy, generated = busy + worked, generated + int(lengths.sum())
             sampled, kept, rounds = sampled + wanted, kept + len(found[-1]), rounds + 1
         groups = np.concatenate(found)
-        trained, surplus = groups[: job.prompts], groups[job.prompts : 2 * job.prompts if job.carry else job.prompts]
+        surplus = groups[job.prompts : 2 * job.prompts if job.carry else job.prompts]
         self.leftover = surplus if len(surplus) else None
-        return Batch(seconds, busy, generated, int(trained.sum()), len(trained), int(surplus.sum()))
+        groups = groups[: job.prompts]
+        train = job.update_seconds(len(groups), int(groups.sum()))
+        self.now += speeds.sync + seconds + train
+        return SimulatedStep(start, self.now, train, 0, busy, generated, int(groups.sum()), len(groups))
+
+
+class _Stream:
+    """A run whose rollouts are a stream: `Schedule` with simulated servers, as `RolloutStream` with real ones.
+
+    A group's prompts and rewards take their share of a round's seconds: the prompts on its server, which decodes
+    nothing meanwhile; the rewards beside the servers.
+    """
+
+    def __init__(self, job: Job, seed: int, steps: int) -> None:
+        self.job, self.seed, self.now = job, seed, 0.0
+        self.servers = [_Server(job.slots, job.speeds.decode) for _ in range(job.servers)]
+        refills = (job.rounds - 1) * MAX_REFILL * job.prompts
+        self.schedule = Schedule(job.prompts, job.max_staleness, steps, refills, in_order=not job.in_flight)
+        self.lengths: dict[int, NDArray[np.int64]] = {}
+        self.kept: dict[int, bool] = {}
+        self.left: dict[int, int] = {}
+        """Completions of each running group that have not ended."""
+        self.scored: deque[tuple[float, int]] = deque()
+        """When the rewards of groups are there, in order."""
+        self.generated = 0
+
+    def step(self, number: int) -> SimulatedStep:
+        schedule, start, busy, generated = self.schedule, self.now, self._busy, self.generated
+        while not self.job.in_flight and schedule.running:
+            self._next_event()
+        self._run_to(self.now)
+        self.now += self.job.speeds.sync
+        for server in self.servers:  # requests stand still during the sync
+            server.now = max(server.now, self.now)
+        schedule.begin(number)
+        self._start()
+        versions = dict(schedule.ready)
+        while (taken := schedule.take()) is None:
+            self._next_event()
+            versions = dict(schedule.ready)
+        self._start()
+        trained = sum(int(self.lengths.pop(one).sum()) for one in taken)
+        train = self.job.update_seconds(len(taken), trained)
+        self._run_to(self.now + train)
+        age = max((number - versions[one] for one in taken), default=0)
+        busy, generated = self._busy - busy, self.generated - generated
+        return SimulatedStep(start, self.now, train, age, busy, generated, trained, len(taken))
+
+    @property
+    def _busy(self) -> float:
+        return sum(server.busy for server in self.servers)
+
+    def _start(self) -> None:
+        job = self.job
+        for number in self.schedule.start():
+            random = np.random.default_rng(derive_seed(self.seed, number))
+            self.lengths[number] = job.lengths.draw(random, job.group)
+            self.kept[number], self.left[number] = bool(random.random() < job.kept), job.group
+            server = min(self.servers, key=len)
+            server.run_until(self.now)
+            server.now += job.speeds.round * job.servers / job.prompts
+            server.add(number, self.lengths[number])
+
+    def _run_to(self, time: float) -> None:
+        """Let the servers generate until a time."""
+        while self._next_time <= time:
+            self._next_event()
+        for server in self.servers:
+            server.run_until(time)
+        self.now = time
+
+    @property
+    def _next_time(self) -> float:
+        scored = self.scored[0][0] if self.scored else math.inf
+        return min(scored, min(server.next_end for server in self.servers))
+
+    def _next_event(self) -> None:
+        """A completion ends, or the rewards of a group are there."""
+        self.now = max(self.now, self._next_time)
+        if self.scored and self.scored[0][0] <= self.now:
+            _, number = self.scored.popleft()
+            kept = self.kept.pop(number)
+            self.schedule.end(number, self.schedule.running[number], kept)
+            if not kept:
+                del self.lengths[number]
+            return self._start()
+        group = min(self.servers, key=lambda server: server.next_end).end_next()
+        self.left[group] -= 1
+        if not self.left[group]:
+            del self.left[group]
+            self.generated += int(self.lengths[group].sum())
+            self.scored.append((self.now + self.job.speeds.reward / self.job.prompts, group))
+        return None
 
 
 def _with_failures(job: Job, steps: Sequence[float]) -> tuple[float, float, float]:

@@ -24,8 +24,8 @@ from grpocli.runs.rollouts import read_rollouts, read_schema
 from grpocli.tasks.prompt_source import PromptSource, rewards_for
 from grpocli.training.build_trainer import make_collector
 from grpocli.training.checkpoint import checkpoints
-from grpocli.training.collector import Collector, RolloutBatch, Sampler
-from grpocli.training.prefetch import Draw, without_stale
+from grpocli.training.collector import Collector, RolloutBatch, SampledGroups, Sampler
+from grpocli.training.stream import Draw, staleness
 from grpocli.types import Completion, Group, Prompt, Request, ReusableKV, Sampling, Status
 
 if TYPE_CHECKING:
@@ -337,12 +337,22 @@ def collect_again(source: RolloutSource, recorded: RecordedStep) -> CollectedSte
     collector = make_collector(source.run, sampler, sampler.draw, draws, leftover, UNWATCHED)
     batch, problem = None, ""
     try:
-        batch = collector.collect()
+        if source.run.rollout.max_staleness:  # of a stream, whose order of groups depends on a clock
+            groups = sampler.groups([group.uid for group in recorded.groups])
+            wanted = dict(zip((group.uid for group in groups), collector.kept(groups), strict=True))
+            sampled = SampledGroups(
+                kept=[group for group in groups if wanted[group.uid]],
+                filtered=[group for group in groups if not wanted[group.uid]],
+                all=sorted(groups, key=lambda group: int(group.uid)),
+                rounds=1,
+            )
+            batch = collector.end_step(sampled)
+            batch = replace(batch, metrics=batch.metrics | staleness(batch.groups, recorded.step))
+        else:
+            batch = collector.collect()
     except GrpoError as error:
         problem = str(error)
     sampler.groups([group.uid for group in recorded.groups if group.uid not in sampler.found])
-    if batch and source.run.rollout.max_staleness:
-        batch = without_stale(batch, recorded.step, source.run.rollout.max_staleness)
     return CollectedStep([sampler.found[group.uid] for group in recorded.groups], drawn, collector, batch, problem)
 
 
@@ -421,17 +431,13 @@ def tokens_of(group: RecordedGroup, recorded: RecordedStep, run: Run) -> list[Re
 def _versions(group: RecordedGroup, recorded: RecordedStep, run: Run) -> Iterator[list[int]]:
     """The weight version of each token of each completion.
 
-    Unless weights change under running requests, all completions that a step samples have the same version; without
-    prefetch it is the step's number.
+    With max_staleness 0 it is the number of the step that sampled it.
     """
-    alike = [other for other in recorded.groups if other.is_leftover == group.is_leftover]
     usual = recorded.step - group.is_leftover
-    if run.rollout.max_staleness:
-        usual = commonest(one["version"] for other in alike for one in other.rows)
     for row in group.rows:
         n, spans = len(row["completion_ids"]), row.get("version_spans")
         if spans:
             each = [version for version, tokens in spans for _ in range(tokens)]
             yield (each + each[-1:] * n)[:n]
         else:
-            yield [row["version"] if run.rollout.in_flight else usual] * n
+            yield [row["version"] if run.rollout.max_staleness else usual] * n

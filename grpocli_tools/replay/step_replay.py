@@ -185,7 +185,7 @@ UNKNOWN_END = "the tokens that end a completion of this engine are unknown"
 VARIES = "the reward cannot be repeated: two calls with the same completions gave different scores"
 DEALT = ("tokens/padding", "tokens/shared")
 """Metrics that depend on the rows that each process gets."""
-NOT_REPEATED = ("time/", "sync/", "eval/", "memory/", "engine/", "step")
+NOT_REPEATED = ("time/", "sync/", "eval/", "memory/", "engine/", "stream/", "step")
 """Prefixes of metrics that do not follow from a step's rollouts and weights."""
 OF_CALLS = ("/errors", "/timeouts")
 """Ends of metrics of the calls of rewards, which are not made in the same way."""

@@ -34,8 +34,6 @@ SPIKE = 20.0
 """A gradient norm is a spike above this multiple of the median; clipping limits smaller ones."""
 SAME = 0.5
 """The share of groups with equal rewards up to which a low entropy is harmless."""
-STALE = 0.1
-"""The share of steps that may drop groups as too old: a few do after a resume."""
 
 
 Limit = float | Literal["moving"]
@@ -286,7 +284,7 @@ def _learning(curves: Curves) -> list[RunWarning]:
 
 
 def _events(curves: Curves) -> list[RunWarning]:
-    """Spikes of the gradient norm, rewards that fail, and groups that are dropped as too old."""
+    """Spikes of the gradient norm, and rewards that fail."""
     found = []
     norms = curves.series("grad_norm")
     usual = statistics.median(value for _, value in norms) if norms else 0.0
@@ -299,8 +297,4 @@ def _events(curves: Curves) -> list[RunWarning]:
         if failed and name.startswith("rewards/") and name.endswith(("/errors", "/timeouts")):
             text = f"{name} is {failed[0][1]:g}, above 0 in {len(failed)} steps"
             found.append(_made(failed[0][0], "reward errors", text, "reward_errors"))
-    stale = [(step, value) for step, value in curves.series("sampling/stale") if value > 0]
-    if len(stale) > len(curves.steps) * STALE:
-        text = f"groups were dropped as too old in {len(stale)} steps"
-        found.append(_made(stale[0][0], "staleness", text, "staleness"))
     return found

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +28,8 @@ class Copied(EnginePart):
     """The engine's keys.
 
     slow: minimum seconds of a batch of completions. fails, lost, stuck: the number of the call in which the engine
-    breaks (in the last process), is lost and must be synced again, or hangs; 0: none. gone: a lost engine does not come
-    back. meanwhile: every call but the first returns only after an update of the policy.
+    breaks, is lost and must be synced again, or hangs; 0: none. gone: a lost engine does not come
+    back. meanwhile: the number of the call that returns only after an update of the policy; 0: none does.
     """
 
     slow: float = 0.0
@@ -37,7 +37,7 @@ class Copied(EnginePart):
     lost: int = 0
     stuck: int = 0
     gone: bool = False
-    meanwhile: bool = False
+    meanwhile: int = 0
 
     overlaps = True
 
@@ -57,10 +57,22 @@ class CopiedEngine(Engine):
         self.version = self.calls = 0
         self.busy = threading.Lock()
         self.is_gone = False
+        self.syncs = 0
+        self.waiting = False
 
-    @torch.no_grad()
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore_group
+    ) -> list[list[Completion]]:
+        return self.complete(requests, sampling, self.sync_again)
+
+    def sample(
+        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore_group
+    ) -> list[list[Completion]]:
+        return self.complete(requests, sampling, self.wait_for_sync)
+
+    @torch.no_grad()
+    def complete(
+        self, requests: Sequence[Request], sampling: Sampling, come_back: Callable[[], None]
     ) -> list[list[Completion]]:
         """One call at a time, because an engine is busy for `slow` seconds."""
         with self.busy:
@@ -68,12 +80,12 @@ class CopiedEngine(Engine):
             call = self.calls
         if call == self.part.lost:
             self.is_gone = self.part.gone
-            (self.context.recover or self.sync_again)()
+            come_back()
         with self.busy:
-            if call == self.part.fails and self.context.world.rank == self.context.world.size - 1:
+            if call == self.part.fails:
                 raise RuntimeError("the engine broke")
             time.sleep(FOR_EVER if call == self.part.stuck else self.part.slow)
-            if self.part.meanwhile and call > 1:
+            if call == self.part.meanwhile:
                 self.wait_for_training()
             stop = stop_token_ids(self.model, self.context.tokenizer)
             return sample(self.model, requests, sampling, stop, self.version) if requests else []
@@ -89,12 +101,23 @@ class CopiedEngine(Engine):
     def sync_again(self) -> None:
         self.sync(self.version)
 
+    def wait_for_sync(self) -> None:
+        before, self.waiting = self.syncs, True
+        while self.syncs == before:
+            time.sleep(0.01)
+
+    @property
+    def needs_sync(self) -> bool:
+        return self.waiting
+
     def sync(self, version: int) -> dict[str, float]:
-        if self.is_gone:
+        if self.context.world.any(self.is_gone):
             raise EngineGone("the engine stays away")
-        assert not self.busy.locked(), "weights changed during a request"
-        self.model = copy.deepcopy(self.context.policy.model).eval()
-        self.version = version
+        assert self.context.in_flight or self.waiting or not self.busy.locked(), "weights changed during a request"
+        with self.busy:
+            self.model = copy.deepcopy(self.context.policy.model).eval()
+            self.version = version
+        self.syncs, self.waiting = self.syncs + 1, False
         return {"sync/bytes": 1.0}
 
     def close(self) -> None:

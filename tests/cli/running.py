@@ -71,7 +71,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "memory/", "stream/"))} for row in rows]
 
 
 def killed_after(step: int, run: Path, copy: Path) -> Path:

@@ -12,7 +12,7 @@ import torch
 from cli.running import assert_same_run, killed_after, metrics, run_here
 
 from grpocli.runs.rollouts import read_rollouts
-from grpocli.training.prefetch import LEFTOVER_FILE
+from grpocli.training.stream import LEFTOVER_FILE
 
 pytestmark = pytest.mark.processes
 

@@ -79,12 +79,19 @@ FORCED = r"rollout.regex='calculator\(expression=[1-9][0-9][*][1-9][0-9]\)'"
 @pytest.mark.survival
 def test_tools_with_vllm_a_step_ahead_are_resumed_exactly(tmp_path: Path) -> None:
     """Every turn is a call, until the limit of turns; a resume samples and calls the same."""
-    options = ["engine=vllm", "rollout.max_staleness=1", "checkpoint.every=1", "checkpoint.keep=0", FORCED]
+    options = [
+        "engine=vllm",
+        "rollout.max_staleness=1",
+        "rollout.in_flight=false",
+        "checkpoint.every=1",
+        "checkpoint.keep=0",
+        FORCED,
+    ]
     limits = ["task.environment.turns=3", "rollout.max_completion_tokens=160", "eval.problems=0", "train.steps=4"]
     whole = tmp_path / "whole"
     assert run_here(*TOOLS, *options, *limits, f"hydra.run.dir={whole}") == 0
     assert [row["staleness/mean"] for row in metrics(whole)] == [0, 1, 1, 1]
-    assert (whole / "checkpoints" / "step_000002" / "ahead.pt").exists()
+    assert (whole / "checkpoints" / "step_000002" / "stream.pt").exists()
     for row in metrics(whole):
         assert row["weight_version"] == row["step"]
         sampled = read_rollouts(whole / "rollouts" / f"step_{row['step']:06d}.parquet")

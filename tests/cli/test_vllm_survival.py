@@ -19,13 +19,15 @@ pytestmark = [pytest.mark.vllm, pytest.mark.survival]
 RUN = ["train", *SMALL, "engine=vllm", "eval.problems=0"]
 
 
-def test_a_killed_replica_is_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("option", "servers"), [("engine.replicas=2", 2), ("rollout.max_staleness=2", 1)])
+def test_a_killed_server_is_replaced(option: str, servers: int, tmp_path: Path) -> None:
+    """Also the only one of a stream, whose groups wait for it."""
     family, run, steps = Family(), tmp_path / "run", 6
-    process = start(*RUN, "engine.replicas=2", f"train.steps={steps}", f"hydra.run.dir={run}")
+    process = start(*RUN, option, f"train.steps={steps}", f"hydra.run.dir={run}")
     try:
         wait_for_steps(run, 2, process)
         engines = family.engines()
-        assert len(engines) == 2
+        assert len(engines) == servers
         memory = family.memory()
         os.kill(engines[0], signal.SIGKILL)
         code, out = family.wait(process)

@@ -75,7 +75,7 @@ BAD = [
     ("algorithm.objective.dual=0.5", "algorithm.objective.dual"),
     ("algorithm.objective.level=tokens", "algorithm.objective.level"),
     ("algorithm=dapo algorithm.keep.reward=style", "algorithm.keep.reward"),
-    ("rollout.in_flight=true", "rollout.in_flight"),
+    ("rollout.order=random", "rollout.order"),
     ("engine=vllm hardware.parallel=zero3 algorithm.kl.sync_every=2", "hardware.parallel"),
     ("hardware.context_parallel=2 rollout.repetition_penalty=2", "hardware.context_parallel"),
     ("reward=[exact_match,tools]", "reward"),

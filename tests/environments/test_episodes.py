@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from environments import tool_families
 
-from grpocli.distributed.world import World
 from grpocli.environments.environment import EnvironmentConfig
 from grpocli.errors import ConfigError
 from grpocli.models.tiny import make_tokenizer
@@ -59,20 +58,12 @@ class Scripted:
         return found
 
 
-class Alone:
-    """A world of one process."""
-
-    def any(self, value: bool) -> bool:
-        return value
-
-
 @pytest.fixture
 def make_episodes() -> Iterator[Any]:
     made: list[MultiTurnEngine] = []
 
     def episodes(engine: Any, environment: EnvironmentConfig, tokenizer: Any) -> MultiTurnEngine:
-        world: World = Alone()  # type: ignore[assignment]
-        made.append(MultiTurnEngine(engine, tokenizer, {"game": environment}, world))
+        made.append(MultiTurnEngine(engine.generate, tokenizer, {"game": environment}, bool))
         return made[-1]
 
     yield episodes
@@ -193,9 +184,9 @@ def test_the_engine_gets_its_state_of_an_episode_back_until_the_end(make_episode
 @pytest.fixture(scope="module")
 def breakable() -> Iterator[Any]:
     """The tokenizer and the episodes of an environment that misbehaves; its two workers serve all tests."""
-    tokenizer, world = FAMILIES["tiny"](), Alone()
+    tokenizer = FAMILIES["tiny"]()
     games = {"game": EnvironmentConfig(name=f"{SCRIPTED}:Broken", timeout=1.0, workers=2)}
-    episodes = MultiTurnEngine(Scripted(tokenizer), tokenizer, games, world)  # type: ignore[arg-type]
+    episodes = MultiTurnEngine(Scripted(tokenizer).generate, tokenizer, games, bool)
     yield tokenizer, episodes
     episodes.close()
 

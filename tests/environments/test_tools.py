@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from environments.test_episodes import Alone
 from environments.tool_families import FAMILIES, Family
 from transformers.utils.chat_template_utils import DocstringParsingException
 
@@ -84,7 +83,7 @@ def run() -> Iterator[Any]:
     ) -> tuple[Completion, Any]:
         tokenizer = family.tokenizer()
         engine = Saying(tokenizer, *texts)
-        made.append(MultiTurnEngine(engine, tokenizer, {"sums": environment}, Alone()))  # type: ignore[arg-type]
+        made.append(MultiTurnEngine(engine.generate, tokenizer, {"sums": environment}, bool))
         (ids,) = tokenize([list(text)], tokenizer, tools=tools_of(environment))
         prompt = Prompt("0", ids, list(text), {"task_name": "sums", **columns})
         ((done,),) = made[-1].generate([prompt], [Request(ids, 1, 7)], Sampling(limit))

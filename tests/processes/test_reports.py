@@ -97,7 +97,7 @@ def test_heartbeats_and_reports_pass_through_files(tmp_path: Path) -> None:
 
 
 def test_another_thread_does_not_hide_the_main_one(tmp_path: Path) -> None:
-    """With rollout.max_staleness the prefetch thread continues for a while when the update hangs."""
+    """With rollout.max_staleness other threads continue for a while when the update hangs."""
     writer = HeartbeatWriter(tmp_path, 0)
     writer.enter("train")
     sampler = threading.Thread(target=writer.enter, args=("reward",))

@@ -104,6 +104,13 @@ def requests(count: int, n: int = 1) -> list[Request]:
     return [Request([10 + i], n, seed=i) for i in range(count)]
 
 
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def prompts_of(groups: list[list[Completion]]) -> list[int]:
     return [group[0].token_ids[0] for group in groups]
 
@@ -149,24 +156,39 @@ def test_a_server_that_dies_during_a_sync_is_replaced(serve: Callable[..., Vllm]
     assert len(new.asked) == len(living.asked) == 4
 
 
-def test_a_generating_thread_leaves_recovery_to_the_main_thread(serve: Callable[..., Vllm]) -> None:
-    """Weights may only be read between two updates, so the thread waits. New weights have a new version."""
+def test_threads_that_sample_wait_for_the_next_sync_of_the_main_thread(serve: Callable[..., Vllm]) -> None:
+    """Weights may only be read between two updates. Completions of the new weights have the new version."""
     engine, sync = engine_of([serve(lives=2)], Comes(serve()))
-    due, done = threading.Event(), threading.Event()
-
-    def ask() -> None:
-        due.set()
-        assert done.wait(5)
-
-    engine.recover = ask
-    with ThreadPoolExecutor(1) as thread:
-        found = thread.submit(engine.generate, requests(6), Sampling(2))
-        assert due.wait(5)
+    with ThreadPoolExecutor(3) as threads:
+        found = [threads.submit(engine.sample, requests(4), Sampling(2)) for _ in range(3)]
+        wait_until(lambda: engine._waiting == 3)
+        assert engine.needs_sync
         assert sync.versions == []
         engine.sync(4)
-        done.set()
-        assert prompts_of(found.result(5)) == [10 + i for i in range(6)]
+        groups = [one.result(5) for one in found]
+    assert [prompts_of(each) for each in groups] == [[10, 11, 12, 13]] * 3
+    assert Counter(group[0].version for each in groups for group in each) == {3: 2, 4: 10}
+    assert not engine.needs_sync
     assert sync.versions == [4]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "nothing comes back"])
+def test_a_thread_waits_for_a_sync_only_as_long_as_one_may_come(serve: Callable[..., Vllm], how: str) -> None:
+    engine, sync = engine_of([serve(lives=0)], Comes())
+    over = threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(engine.sample, requests(2), Sampling(2), Listener(watch=Watch(cancelled=over.is_set)))
+        wait_until(lambda: engine.needs_sync)
+        if how == "cancelled":
+            over.set()
+            assert found.result(5) == [[], []]
+        else:
+            with pytest.raises(EngineGone, match="none is left"):
+                engine.sync(4)
+            with pytest.raises(EngineGone, match="none is left"):
+                found.result(5)
+    assert not engine.needs_sync
+    assert sync.versions == []
 
 
 def test_answers_during_a_failed_sync_are_discarded(serve: Callable[..., Vllm]) -> None:

@@ -18,7 +18,7 @@ from grpocli.progress import Watch
 from grpocli.runs.rollouts import read_rollouts, write_rollouts
 from grpocli.training.collector import Collector, records_of, status_of, tool_use
 from grpocli.training.packing import rows_of
-from grpocli.training.prefetch import PrefetchState, load_leftover
+from grpocli.training.stream import RolloutState
 from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Row
 
 NAN = float("nan")
@@ -104,17 +104,16 @@ def test_leftover_groups_that_do_not_fit_a_changed_config_are_left_out(
 ) -> None:
     made, _ = collector([*[FLAT] * 3, *[MIXED] * 9], "algorithm=dapo", "algorithm.keep.surplus=carry")
     made.collect()
-    PrefetchState.of(made).save(tmp_path)
+    RolloutState.of(made).save(tmp_path)
 
-    def load(size: int = 2, rewards: Sequence[str] = ("r",), most: int = 3, drawn: Any = prompt) -> list[Group]:
-        return load_leftover(tmp_path, drawn, size, rewards, max_groups=most)
+    def load(size: int = 2, rewards: Sequence[str] = ("r",), drawn: Any = prompt) -> list[Group]:
+        return RolloutState.load(tmp_path, made.draws, drawn, size, rewards).leftover
 
     assert load() == made.leftover
     assert (len(made.leftover), caplog.text) == (3, "")
-    assert load(most=1) == made.leftover[:1]
-    assert "2 of 3 leftover groups do not fit" in caplog.text
     other_seed = load(drawn=lambda number: Prompt(str(number), [2], "p"))
     assert load(size=4) == load(rewards=["r", "format"]) == other_seed == []
+    assert "3 leftover groups are left out" in caplog.text
 
 
 def test_groups_are_kept_by_the_accuracy_reward_of_their_task() -> None:

@@ -11,8 +11,10 @@ import hashlib
 import logging
 import math
 import resource
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +62,10 @@ class ServerPool:
     def __init__(self, clients: list[ServerClient]) -> None:
         """clients: changed when a server is replaced; the syncs hold the same list."""
         self.clients = clients
+        self._outstanding = [0] * len(clients)  # completions that were requested and have not arrived
+        self._turn = asyncio.Semaphore(REQUESTS * len(clients))  # a request chooses its server only when it can run
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="requests", daemon=True).start()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = 1024 + REQUESTS * len(self.clients)
         wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -80,7 +86,7 @@ class ServerPool:
         unanswered requests go to the others. A refused request raises EngineError and cancels the rest.
         """
         if bodies:
-            asyncio.run(self._complete(bodies, on_answer, cancelled))
+            asyncio.run_coroutine_threadsafe(self._complete(bodies, on_answer, cancelled), self._loop).result()
 
     async def _complete(
         self, bodies: Mapping[int, dict[str, Any]], on_answer: OnAnswer, cancelled: Callable[[], bool]
@@ -88,8 +94,7 @@ class ServerPool:
         # the largest requests hold at most SEQUENCES completions together
         limit = max(1, min(REQUESTS, SEQUENCES // max(map(completions_of, bodies.values()))))
         rooms = [asyncio.Semaphore(limit) for _ in self.clients]
-        outstanding = [0] * len(rooms)  # completions that were requested and have not arrived
-        turn = asyncio.Semaphore(limit * len(rooms))  # a request chooses its server only when it can run
+        outstanding = self._outstanding
 
         async def ask(index: int, body: dict[str, Any]) -> Choices | None:
             """The completions; None if the server was lost or replaced before it answered."""
@@ -104,7 +109,7 @@ class ServerPool:
                 outstanding[index] -= completions_of(body)
 
         async def one(number: int, body: dict[str, Any]) -> None:
-            async with turn:
+            async with self._turn:
                 while living := [index for index, client in enumerate(self.clients) if client.takes_requests]:
                     choices = await ask(min(living, key=outstanding.__getitem__), body)
                     if choices is not None:
@@ -121,6 +126,30 @@ class ServerPool:
             raise errors.exceptions[0] from None
 
 
+@dataclass(slots=True)
+class _Batch:
+    """Requests and their answers so far."""
+
+    requests: Sequence[Request]
+    listener: Listener
+    found: dict[int, list[Completion]] = field(default_factory=dict)
+
+    def add(self, k: int, completions: list[Completion]) -> None:
+        self.found[k] = completions
+        total = sum(request.n for request in self.requests)
+        self.listener.watch.progress(sum(map(len, self.found.values())), total, "completions")
+        self.listener(k, completions)
+
+    @property
+    def unanswered(self) -> bool:
+        return len(self.found) < len(self.requests) and not self.listener.watch.cancelled()
+
+    @property
+    def completions(self) -> list[list[Completion]]:
+        """In the order of the requests; none is missing unless the batch was cancelled."""
+        return [self.found.get(k, []) for k in range(len(self.requests))]
+
+
 class VllmEngine(Engine):
     """The engine of `engine=vllm`; `connect` makes it."""
 
@@ -134,19 +163,19 @@ class VllmEngine(Engine):
         world: World,
         reconnect: Callable[[Lost], list[Endpoint]],
         vocabulary: float = math.inf,
-        recover: Callable[[], None] | None = None,
     ) -> None:
         """version: of the servers' weights; None before the first sync to servers that may have any.
 
-        reconnect: waits for lost servers. vocabulary: how many token ids the policy has. recover: see `EngineContext`.
+        reconnect: waits for lost servers. vocabulary: how many token ids the policy has.
         """
         self.pool, self._synchronizer, self._stop, self.version = pool, synchronizer, list(stop), version
         self.world, self._reconnect, self._vocabulary = world, reconnect, vocabulary
-        self.recover: Callable[[], None] = recover or self._sync_again
         self.restarts = 0  # servers that came back
-        self._synced = False
+        self._syncs = 0
         self._in_vain = 0  # replacements since the last complete batch
         self._failure: EngineError | None = None  # of the last sync: servers may have any weights
+        self._came_back = threading.Condition()  # notified after each sync
+        self._waiting = 0  # calls of `sample` that wait for it
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore_group
@@ -155,36 +184,51 @@ class VllmEngine(Engine):
 
         Collective. Raises EngineError if a request fails, EngineGone if a lost server does not come back in time.
         """
+        batch = _Batch(requests, Listener.wrap(on_group))
+        while True:
+            self._ask(batch, sampling)
+            if not any(self.world.gather_objects([batch.unanswered])):
+                self._in_vain = 0
+                return batch.completions
+            assert self.version is not None
+            self.sync(self.version)
+
+    def sample(
+        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore_group
+    ) -> list[list[Completion]]:
+        """As `generate`, in this process alone: where no server is left, it waits for the next sync."""
+        batch = _Batch(requests, Listener.wrap(on_group))
+        while True:
+            syncs = self._syncs
+            self._ask(batch, sampling)
+            if not batch.unanswered:
+                self._in_vain = 0
+                return batch.completions
+            with self._came_back:
+                self._waiting += 1
+                while self._syncs == syncs and not self._failure and not batch.listener.watch.cancelled():
+                    self._came_back.wait(CHECK / 10)
+                self._waiting -= 1
+
+    @property
+    def needs_sync(self) -> bool:
+        return self._waiting > 0
+
+    def _ask(self, batch: _Batch, sampling: Sampling) -> None:
+        """Ask for what the batch lacks, until it is answered, cancelled, or no server is left."""
         if self.version is None:
             raise EngineError("a vLLM server may have any weights: sync before the first completion")
-        version, synced = self.version, self._synced  # read first, because a sync may come meanwhile
-        bodies = [body(request, sampling, self._stop) for request in requests]
-        results: dict[int, list[Completion]] = {}
-        listener, total = Listener.wrap(on_group), sum(request.n for request in requests)
-        watch = listener.watch
+        version, synced = self.version, self._syncs > 0  # read first, because a sync may come meanwhile
 
         def answered(k: int, choices: Choices) -> None:
-            if self._failure:  # after a failed sync they may come from any weights
-                return
-            results[k] = completions(
-                choices, requests[k], sampling, version, synced=synced, vocabulary=self._vocabulary
-            )
-            watch.progress(sum(map(len, results.values())), total, "completions")
-            listener(k, results[k])
+            if not self._failure:  # after a failed sync they may come from any weights
+                request, vocabulary = batch.requests[k], self._vocabulary
+                batch.add(k, completions(choices, request, sampling, version, synced=synced, vocabulary=vocabulary))
 
-        while True:
-            self.pool.complete({k: one for k, one in enumerate(bodies) if k not in results}, answered, watch.cancelled)
-            if self._failure:
-                raise type(self._failure)(str(self._failure))  # a copy, as this may be another thread
-            unanswered = len(results) < len(bodies) and not watch.cancelled()
-            if not any(self.world.gather_objects([unanswered])):
-                self._in_vain = 0
-                return [results.get(k, []) for k in range(len(requests))]  # none is missing unless it was cancelled
-            self.recover()
-
-    def _sync_again(self) -> None:
-        assert self.version is not None
-        self.sync(self.version)
+        bodies = {k: body(one, sampling, self._stop) for k, one in enumerate(batch.requests) if k not in batch.found}
+        self.pool.complete(bodies, answered, batch.listener.watch.cancelled)
+        if self._failure:
+            raise type(self._failure)(str(self._failure))  # a copy, as this may be another thread
 
     def sync(self, version: int) -> dict[str, float]:
         """Bring every server to the policy's current weights and verify it, after lost servers have come back.
@@ -197,9 +241,12 @@ class VllmEngine(Engine):
             self._failure = error  # first, because answers after `release` may come from a mixture of weights
             self._synchronizer.release()
             raise
-        self.version, self._synced, self._failure = version, True, None
+        self.version, self._failure = version, None
         for client in self.pool.clients:
             client.open = True
+        with self._came_back:
+            self._syncs += 1
+            self._came_back.notify_all()
         return metrics | {"engine/restarts": float(self.restarts)}
 
     def _sync_all(self, version: int) -> dict[str, float]:
@@ -257,7 +304,6 @@ def connect(options: VllmOptions, context: EngineContext) -> VllmEngine:
         world=context.world,
         reconnect=partial(reconnect, options, job, context.stopping),
         vocabulary=context.policy.model.get_input_embeddings().num_embeddings,
-        recover=context.recover,
     )
 
 

@@ -33,48 +33,63 @@ JOB = Job(
     trainers=4,
     rollout_devices=4,
 )
-MODES = [
-    replace(JOB, max_staleness=age, in_flight=flight, kept=kept, rounds=rounds, carry=carry)
-    for (age, flight), (kept, rounds, carry) in itertools.product(
-        [(0, False), (1, False), (1, True), (3, False), (3, True)], [(1.0, 1, False), (0.5, 10, False), (0.5, 10, True)]
-    )
+DYNAMIC = replace(JOB, kept=0.5, rounds=10)
+ROUNDS = [JOB, DYNAMIC, replace(DYNAMIC, carry=True)]
+STREAMS = [
+    replace(job, max_staleness=age, in_flight=flight)
+    for job, age, flight in itertools.product([JOB, DYNAMIC], (1, 2, 4), (False, True))
 ]
 
 
-@pytest.mark.parametrize("job", MODES)
+@pytest.mark.parametrize("job", [*ROUNDS, *STREAMS])
 def test_tokens_ages_and_bottlenecks_of_every_mode(job: Job) -> None:
     """Every token generated is trained, kept for later or filtered; weights are at most max_staleness old."""
     run = simulate(job, 20)
-    batches = [step.batch for step in run.steps]
-    generated, trained = sum(one.generated for one in batches), sum(one.trained for one in batches)
-    assert trained + batches[-1].leftover <= generated
-    assert generated == trained or job.kept < 1
-    assert all(one.groups == job.prompts for one in batches), "rounds are enough here"
+    generated, trained = (sum(getattr(step, name) for step in run.steps) for name in ("generated", "trained"))
+    assert generated == trained or (job.kept < 1 and generated > trained)
+    assert all(step.groups == job.prompts for step in run.steps), "rounds are enough here"
     assert all(0 <= step.age <= job.max_staleness for step in run.steps)
+    assert all(later.start == step.end for step, later in itertools.pairwise(run.steps))
     slow_training = replace(job, speeds=replace(job.speeds, update=1000.0))
     assert simulate(slow_training, 10).max_age == job.max_staleness, "rollouts run ahead as far as they may"
-    collect = sum(one.seconds for one in batches)
     train = sum(step.train + job.speeds.sync for step in run.steps)
-    assert run.steps[-1].end >= max(collect, train) - 1e-6, "no faster than its bottleneck"
-    assert run.steps[-1].end <= collect + train + 1e-6, "and no slower than one part after the other"
+    busy = sum(step.busy for step in run.steps) / job.servers
+    assert run.steps[-1].end >= max(train, busy) - 1e-6, "no faster than its bottleneck"
     assert 0 <= run.trainer_idle <= 1
     assert 0 <= run.rollout_idle <= 1
 
 
 def test_a_synchronous_step_is_the_sum_of_its_parts() -> None:
-    for step in simulate(JOB, 4).steps:
-        assert step.seconds == pytest.approx(0.5 + step.batch.seconds + step.train)
+    for step in simulate(replace(JOB, servers=1), 4).steps:
+        assert step.seconds == pytest.approx(0.5 + 0.2 + step.busy + 0.1 + step.train)
 
 
-def test_one_step_ahead_takes_as_long_as_the_slower_side() -> None:
-    slow_training = replace(JOB, max_staleness=1, speeds=replace(JOB.speeds, update=100.0))
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_steps_that_sample_ahead_take_as_long_as_the_slower_side(in_flight: bool) -> None:
+    slow_training = replace(JOB, max_staleness=1, in_flight=in_flight, speeds=replace(JOB.speeds, update=100.0))
     run = simulate(slow_training, 6)
     assert [step.seconds for step in run.steps[1:]] == pytest.approx([0.5 + step.train for step in run.steps[1:]])
-    slow_rollouts = replace(JOB, max_staleness=1, speeds=replace(JOB.speeds, round=100.0))
-    steps = simulate(slow_rollouts, 6).steps
-    for before, step in itertools.pairwise(steps[1:-1]):
-        # a step begins when the last one is trained; its rollouts began before that update
-        assert step.seconds == pytest.approx(0.5 + step.train + step.batch.seconds - before.train, rel=0.01)
+
+
+def test_a_stream_keeps_slow_servers_full() -> None:
+    slow = replace(JOB, max_staleness=2, speeds=replace(JOB.speeds, decode=[10 * seconds for seconds in DECODE]))
+    waits, stream = (simulate(replace(slow, in_flight=flight), 30) for flight in (False, True))
+    assert stream.rollout_idle < 0.05 < waits.rollout_idle
+    assert stream.tokens_per_second > 2 * waits.tokens_per_second
+
+
+@pytest.mark.parametrize("job", [JOB, DYNAMIC])
+def test_a_larger_staleness_hides_more_stragglers(job: Job) -> None:
+    seconds = [simulate(replace(job, max_staleness=age, in_flight=True), 30).step_seconds for age in (0, 1, 2, 4)]
+    assert all(later < 0.9 * before for before, later in itertools.pairwise(seconds))
+
+
+@pytest.mark.parametrize("job", [job for job in STREAMS if job.in_flight])
+@pytest.mark.parametrize("update", [0.3, 5.0, 20.0])
+def test_a_stream_is_never_slower_than_one_that_waits_before_each_sync(job: Job, update: float) -> None:
+    job = replace(job, speeds=replace(job.speeds, update=update))
+    stream, waits = simulate(job, 20), simulate(replace(job, in_flight=False), 20)
+    assert stream.seconds <= waits.seconds + 1e-6
 
 
 def test_a_server_drains_as_counted_by_hand() -> None:
@@ -117,12 +132,13 @@ def test_the_same_seed_gives_the_same_run_and_another_one_does_not() -> None:
 
 
 def test_more_servers_and_faster_training_never_slow_a_run_down() -> None:
-    for age in (0, 1):
-        by_servers = [simulate(replace(JOB, max_staleness=age, servers=n), 5).step_seconds for n in (1, 2, 4, 8, 16)]
+    for age, flight in ((0, False), (1, False), (1, True), (2, True)):
+        job = replace(JOB, max_staleness=age, in_flight=flight)
+        by_servers = [simulate(replace(job, servers=n), 30).step_seconds for n in (1, 2, 4, 8, 16)]
         assert by_servers == sorted(by_servers, reverse=True)
         updates = [replace(JOB.speeds, update=seconds) for seconds in (0.1, 1.0, 10.0)]
-        by_update = [simulate(replace(JOB, max_staleness=age, speeds=speeds), 5).step_seconds for speeds in updates]
-        assert by_update == sorted(by_update)
+        by_update = [simulate(replace(job, speeds=speeds), 30).step_seconds for speeds in updates]
+        assert by_update == pytest.approx(sorted(by_update), rel=1e-9)
 
 
 def test_slots_that_nothing_waits_for_change_nothing() -> None:
@@ -178,7 +194,7 @@ def test_servers_and_trainers_share_the_machine_and_the_best_split_is_found() ->
     assert [row.nodes for row in found.rows] == [1, 2, 3, 4, 5, 6, 7]
     assert {row.simulated.job.devices for row in found.rows} == {8}
     assert found.row.nodes == 2
-    generation = [row.simulated.steps[-1].batch.seconds for row in found.rows]
+    generation = [row.simulated.steps[-1].seconds - row.simulated.steps[-1].train for row in found.rows]
     assert generation == sorted(generation, reverse=True)
     training = [row.simulated.steps[-1].train for row in found.rows]
     assert training == sorted(training)

@@ -91,7 +91,7 @@ def test_a_reward_of_the_group_is_checked_with_the_recorded_scores_of_others(grp
 
 
 @pytest.mark.survival
-def test_steps_that_were_prefetched_agree(grpocli: Grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_were_sampled_ahead_agree(grpocli: Grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     engine = config_dir(tmp_path / "conf")
     options = [*engine, "rollout.max_staleness=2", "train.steps=5", "checkpoint.every=1", "checkpoint.keep=0"]

@@ -116,7 +116,6 @@ NUMBERS: list[tuple[list[str], dict[str, list[float]], dict[str, str]]] = [
     (["length collapse"], {"completions/mean_length": [100.0] * 10 + [5.0] * 20}, {}),
     (["gradient spike"], {"grad_norm": [1.0, 1.1] * 10 + [90.0]}, {}),
     (["reward errors"], {"rewards/math/errors": [0.0, 2.0]}, {}),
-    (["staleness"], {"sampling/stale": [0.0, 2.0]}, {}),
     (["reward falls"], {"reward": [1.0, 0.9] * 10 + [0.1, 0.0] * 10}, {}),
     # just inside of a limit
     ([], {"frac_reward_zero_std": [0.4] * 30, "entropy": [1.0] * 10 + [0.001] * 20}, {}),
@@ -140,7 +139,6 @@ NUMBERS: list[tuple[list[str], dict[str, list[float]], dict[str, str]]] = [
     ([], {"grad_norm": [1.0] * 20 + [20.0]}, {}),
     ([], {"grad_norm": [1.0] * 18 + [90.0]}, {}),
     ([], {"rewards/math/errors": [0.0] * 20}, {}),
-    ([], {"sampling/stale": [2.0] * 2 + [0.0] * 18}, {}),
     ([], {"time/step": [2.0] * 10, "time/eval": [1.0] * 10}, {}),
 ]
 

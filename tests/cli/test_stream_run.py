@@ -1,4 +1,4 @@
-"""Whole runs with prefetching, on an engine without a server: exact resumes, processes, errors, signals."""
+"""Whole runs whose rollouts are a stream, on an engine without a server: exact resumes, processes, errors, signals."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from cli.copied import config_dir
 from cli.running import EVEN, assert_same_run, finish, killed_after, metrics, run_here, start, wait_for, without_times
 
 from grpocli.runs.rollouts import read_rollouts
-from grpocli.training.prefetch import PREFETCHED_FILE
+from grpocli.training.stream import STREAM_FILE
 
 pytestmark = pytest.mark.processes
 
 TESTS = Path(__file__).parents[1]
 PROCESSES = pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.survival)])
+EXACT = ["rollout.max_staleness=1", "rollout.in_flight=false"]
 RUN = [
     "train",
     "model.warm_start_steps=20",
@@ -48,7 +49,7 @@ def versions(run: Path, step: int) -> set[int]:
 
 def test_staleness_0_equals_the_trainers_own_model(engine: list[str], tmp_path: Path) -> None:
     rows = trained(tmp_path / "copied", *engine, "train.steps=3")
-    assert not [name for name in rows[0] if name.startswith("staleness/") or name == "time/generate"]
+    assert not [name for name in rows[0] if name.startswith(("staleness/", "stream/"))]
     trained(tmp_path / "own", "engine=transformers", "train.steps=3")
     own, copied = metrics(tmp_path / "own"), [{k: v for k, v in row.items() if k != "sync/bytes"} for row in rows]
     assert without_times(own) == without_times(copied)
@@ -57,17 +58,16 @@ def test_staleness_0_equals_the_trainers_own_model(engine: list[str], tmp_path: 
 
 def test_staleness_1_is_one_version_old_and_a_resume_repeats_it_to_the_bit(engine: list[str], tmp_path: Path) -> None:
     whole = tmp_path / "whole"
-    options = [*engine, *EVEN, "rollout.max_staleness=1", "train.steps=8", "eval.problems=4", "eval.every=3"]
+    options = [*engine, *EVEN, *EXACT, "train.steps=8", "eval.problems=4", "eval.every=3"]
     rows = trained(whole, *options)
     assert all(row["grad_norm"] > 0 for row in rows), "without updates the age shows nothing"
     assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1, 1, 1, 1, 1]
     assert [versions(whole, step) for step in range(1, 9)] == [{1}, {1}, {2}, {3}, {4}, {5}, {6}, {7}]
-    assert {row["sampling/stale"] for row in rows} == {0}
     assert max(abs(row["sampling_importance_ratio"] - 1) for row in rows[1:]) > 1e-4
     assert {row["clip_ratio/region_mean"] for row in rows} == {0}, "the first update of a step is on-policy"
-    saved = torch.load(whole / "checkpoints" / "step_000004" / PREFETCHED_FILE, weights_only=True)
-    assert [len(step["groups"]) for step in saved] == [4]
-    assert not (whole / "checkpoints" / "step_000008" / PREFETCHED_FILE).exists(), "no step follows the last one"
+    saved = torch.load(whole / "checkpoints" / "step_000004" / STREAM_FILE, weights_only=True)
+    assert (len(saved["ended"]), saved["running"]) == (4, [])
+    assert not (whole / "checkpoints" / "step_000008" / STREAM_FILE).exists(), "no step follows the last one"
 
     killed = killed_after(4, whole, tmp_path / "killed")
     assert run_here("train", *engine[:2], f"resume={killed}") == 0
@@ -77,13 +77,12 @@ def test_staleness_1_is_one_version_old_and_a_resume_repeats_it_to_the_bit(engin
 
 
 @pytest.mark.survival
-def test_kill_9_during_prefetching_then_resume(engine: list[str], tmp_path: Path) -> None:
+def test_kill_9_while_groups_are_sampled_then_resume(engine: list[str], tmp_path: Path) -> None:
     """Also of groups that dynamic sampling discards, which are saved with the step that is ready."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    options = [*engine, *EVEN, "rollout.max_staleness=1", "train.steps=8"]
-    options += ["algorithm=dapo", "algorithm.keep.surplus=discard"]
+    options = [*engine, *EVEN, *EXACT, "train.steps=8", "algorithm=dapo", "algorithm.keep.surplus=discard"]
     trained(whole, *options)
-    process = start(*RUN, *options, "engine.slow=0.5", f"hydra.run.dir={killed}")
+    process = start(*RUN, *options, "engine.slow=0.1", f"hydra.run.dir={killed}")
     wait_for(killed / "checkpoints" / "step_000004")
     process.kill()
     finish(process)
@@ -97,15 +96,19 @@ def test_kill_9_during_prefetching_then_resume(engine: list[str], tmp_path: Path
 @pytest.mark.survival
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_two_processes_sample_the_same(engine: list[str], staleness: int, tmp_path: Path) -> None:
-    """With two steps ahead, timing decides which weights sample, but none is too old."""
-    options = [*engine, f"rollout.max_staleness={staleness}", "train.steps=6", "eval.problems=4", "eval.every=2"]
+    """Only the main process asks the engine; without `in_flight` no clock decides which weights sample."""
+    options = [
+        *engine,
+        *EXACT,
+        f"rollout.max_staleness={staleness}",
+        "train.steps=6",
+        "eval.problems=4",
+        "eval.every=2",
+    ]
     options += ["hardware.timeout=60", "engine.slow=0.05"]
     rows = trained(tmp_path / "two", *options, "hardware.processes=2")
     assert max(row["staleness/max"] for row in rows) == staleness
-    assert {row["sampling/stale"] for row in rows} == {0}
     assert {row["sampling/kept"] for row in rows} == {4}
-    if staleness == 2:
-        return
     alone = trained(tmp_path / "one", *options)
     assert [row["reward"] for row in rows] == [row["reward"] for row in alone]
     two, one = ([versions(tmp_path / name, s) for s in range(1, 7)] for name in ("two", "one"))
@@ -114,18 +117,19 @@ def test_two_processes_sample_the_same(engine: list[str], staleness: int, tmp_pa
 
 def test_training_and_sampling_overlap(engine: list[str], tmp_path: Path) -> None:
     """The engine answers only after the policy has changed, so the run ends only if both overlap."""
-    options = ["engine.meanwhile=true", "rollout.max_staleness=1", "train.steps=4"]
+    options = ["engine.meanwhile=5", "rollout.max_staleness=1", "train.steps=4"]
     options += ["optim.weight_decay=0.1"]  # weights change even if all rewards are equal
     rows = trained(tmp_path / "run", *engine, *options)
-    assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1]
+    assert [row["staleness/max"] for row in rows][:2] == [0, 1]
 
 
 @PROCESSES
 def test_an_engine_lost_during_a_step_is_synced_again(engine: list[str], processes: int, tmp_path: Path) -> None:
-    """The main threads sync it between two steps, so the completions have the weights after the step."""
-    options = [*engine, "engine.lost=2", "rollout.max_staleness=1", "train.steps=4"]
+    """The main threads sync it between two steps, or while they wait for the rest of a batch."""
+    options = [*engine, *EXACT, "engine.lost=6", "train.steps=4"]
     rows = trained(tmp_path / "run", *options, f"hardware.processes={processes}")
-    assert [row["staleness/max"] for row in rows] == [0, 0, 1, 1]
+    assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1]
+    assert versions(tmp_path / "run", 2) <= {1, 2}
 
 
 @PROCESSES
@@ -133,7 +137,7 @@ def test_an_unavailable_engine_ends_the_run_with_a_checkpoint(
     grpocli, engine: list[str], processes: int, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    options = [*engine, "engine.lost=4", "engine.gone=true", "rollout.max_staleness=1", "train.steps=9"]
+    options = [*engine, *EXACT, "engine.lost=16", "engine.gone=true", "train.steps=9"]
     code, _, err = grpocli(*RUN, *options, f"hardware.processes={processes}", f"hydra.run.dir={run}")
     assert code == 3
     assert err.splitlines()[-1].startswith("grpocli: stopped: the engine stays away; stopped after step 3, ")
@@ -145,8 +149,8 @@ def test_an_unavailable_engine_ends_the_run_with_a_checkpoint(
 def test_a_broken_engine_ends_the_run_with_its_error(
     grpocli, engine: list[str], processes: int, tmp_path: Path
 ) -> None:
-    """It breaks in the last process only; the threads of others still wait for it."""
-    options = [*engine, "rollout.max_staleness=1", "train.steps=9", "engine.fails=3", f"hardware.processes={processes}"]
+    """It breaks in the main process, for which the others wait."""
+    options = [*engine, *EXACT, "train.steps=9", "engine.fails=10", f"hardware.processes={processes}"]
     code, _, err = grpocli(*RUN, *options, "hardware.timeout=900", f"hydra.run.dir={tmp_path}/run")
     assert code == 1
     assert err.splitlines()[-1].startswith("grpocli: error: RuntimeError: the engine broke")
@@ -158,8 +162,8 @@ def test_a_broken_engine_ends_the_run_with_its_error(
 def test_a_signal_ends_the_run_after_a_checkpoint_and_a_second_one_at_once(engine: list[str], tmp_path: Path) -> None:
     for signals, code in ((1, 3), (2, 1)):
         run = tmp_path / f"{signals}"
-        options = [*engine, "rollout.max_staleness=1", "train.steps=999"]
-        options += ["engine.slow=1"] if signals == 1 else ["engine.stuck=2"]
+        options = [*engine, *EXACT, "train.steps=999"]
+        options += ["engine.slow=0.2"] if signals == 1 else ["engine.stuck=14"]
         process = start(*RUN, *options, f"hydra.run.dir={run}")
         wait_for(run / "metrics.jsonl")
         for _ in range(signals):
@@ -169,5 +173,5 @@ def test_a_signal_ends_the_run_after_a_checkpoint_and_a_second_one_at_once(engin
         assert got == code, out
         assert "Traceback" not in out
         log = (run / "run.log").read_text() if (run / "run.log").exists() else ""
-        assert "still being collected" not in log, "the second signal does not wait"
+        assert "still being scored" not in log, "the second signal does not wait"
     assert (tmp_path / "1" / "checkpoints").exists()

@@ -1,0 +1,116 @@
+"""The schedule of rollouts that are a stream: which prompts may start now, and which groups make the next batch.
+
+It has no clock, no thread and no I/O. `RolloutStream` drives it with real completions, and `plan --simulate` with a
+simulated clock. A group is the completions of one prompt, and has the number of its prompt's draw.
+
+    begin(step)     the engine has the weights of version `step`, and the step wants its batch
+    start()         the groups that start now
+    end(number)     a group has ended, and the algorithm keeps it or not
+    take()          the groups that the step trains on; None: it has to wait
+
+At most (max_staleness + 1) x prompts_per_step groups have started and are not trained. A step takes groups of the
+oldest weights first, and waits for a group that would be too old for a later step. So nothing is thrown away for being
+slow.
+The rule is that of Tinker's cookbook; AReaL (arXiv 2505.24298) bounds the same number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Schedule:
+    """The groups of a run that have started and are not trained."""
+
+    prompts_per_step: int
+    max_staleness: int
+    """The largest age in weight versions of a group's oldest token when it trains."""
+    steps: int
+    """The last step of the run."""
+    max_rejected: int = 0
+    """How many groups the algorithm may reject for one step and get another in their place."""
+    in_order: bool = False
+    """A step takes the groups in the order of their numbers, so that it depends on no clock."""
+    step: int = 0
+    """The last step that began; its weights are the engine's."""
+    draws: int = 0
+    """The number of the next new group."""
+    again: list[int] = field(default_factory=list)
+    """Groups that were running when a checkpoint was saved; they start first."""
+    running: dict[int, int] = field(default_factory=dict)
+    """{number: the weight version that a group began with}."""
+    ready: dict[int, int] = field(default_factory=dict)
+    """{number: the version of the oldest token} of groups to train on, in the order in which they ended."""
+    rejected: int = 0
+    """Groups that the algorithm rejected since the last batch."""
+    wanted: bool = False
+    """The step waits for its batch."""
+
+    def begin(self, step: int) -> None:
+        """The engine has the weights of a step, which wants its batch."""
+        self.step, self.wanted = step, True
+
+    def start(self) -> list[int]:
+        """The groups that start now, with the engine's weights."""
+        steps = min(self.max_staleness, self.steps - self.step) + self.wanted
+        not_replaced = max(0, self.rejected - self.max_rejected)
+        room = steps * self.prompts_per_step - not_replaced - len(self.running) - len(self.ready)
+        started = []
+        for _ in range(room):
+            if self.again:
+                started.append(self.again.pop(0))
+            else:
+                started.append(self.draws)
+                self.draws += 1
+        self.running |= dict.fromkeys(started, self.step)
+        return started
+
+    def end(self, number: int, version: int, kept: bool) -> None:
+        """A running group has ended. version: of its oldest token."""
+        del self.running[number]
+        if kept:
+            self.ready[number] = version
+        else:
+            self.rejected += 1
+
+    def take(self) -> list[int] | None:
+        """The groups that the step trains on; None while it waits. Fewer than a whole batch after many rejections.
+
+        Call `start` before, so that no group runs only if none may start.
+        """
+        if not self.wanted:
+            return None
+        age = (lambda number: number) if self.in_order else self.ready.__getitem__
+        taken = sorted(self.ready, key=age)[: self.prompts_per_step]  # stable: then in the order in which they ended
+        if self.running and (len(taken) < self.prompts_per_step or not self._may_take(taken)):
+            return None
+        for number in taken:
+            del self.ready[number]
+        self.wanted, self.rejected = False, 0
+        return taken
+
+    def _may_take(self, taken: list[int]) -> bool:
+        """Whether the step may take a whole batch before the others have ended."""
+        if self.in_order and min(self.running) < max(taken):
+            return False
+        left = [version for number, version in self.ready.items() if number not in taken]
+        return self._in_time([*left, *self.running.values()], self.step)
+
+    def _in_time(self, versions: Iterable[int], step: int) -> bool:
+        """Whether groups of these versions can all train after `step` without one that is older than allowed."""
+        ages = [step - version for version in versions]
+        # after a steps, those that are now older than max_staleness - a have to be trained
+        steps = range(self.max_staleness)
+        return all(sum(age >= self.max_staleness - a for age in ages) <= a * self.prompts_per_step for a in steps)
+
+    def restore(self, running: Iterable[int], ready: Mapping[int, int], draws: int) -> bool:
+        """Continue after a checkpoint that was saved after step `self.step`.
+
+        Returns False, and asks for all groups again, if the ready ones are too old for a lower max_staleness.
+        """
+        self.draws, in_time = draws, self._in_time(ready.values(), self.step)
+        self.again = sorted([*running, *(() if in_time else ready)])
+        self.ready = dict(ready) if in_time else {}
+        return in_time
