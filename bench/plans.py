@@ -307,7 +307,7 @@ def overlap_seconds(row: Row) -> float:
         low, high = (mean, high) if seconds < one["gen"] else (low, mean)
     update = one["update"] + (one["old_logp"] if row["old_logp"] else 0.0)
     job = overlap_job(row, row["rollout"], low, update * one["gpus"] / row["trainers"])
-    return simulate(replace(job, max_staleness=1, in_flight=True), 6).step_seconds
+    return simulate(replace(job, max_staleness=1, in_flight="partial rollouts" in row["name"]), 6).step_seconds
 
 
 def training_table(folder: Path) -> list[str]:

@@ -82,8 +82,12 @@ class Guard:
 
     def watch(self) -> None:
         """Sleep until a signal, a message from the parent, or the deadline."""
-        timeout = None if self.stop_at is None else max(0.0, self.stop_at - time.monotonic())
-        ready = select.select([self.wake] + ([self.pipe] if self.pipe >= 0 else []), [], [], timeout)[0]
+        timeout = None if self.stop_at is None else max(0.0, 1000 * (self.stop_at - time.monotonic()))
+        polled = select.poll()  # `select` takes no descriptor above 1023
+        for descriptor in (self.wake, self.pipe):
+            if descriptor >= 0:
+                polled.register(descriptor, select.POLLIN)
+        ready = [descriptor for descriptor, _ in polled.poll(timeout)]
         if self.wake in ready:
             os.read(self.wake, 4096)
         if self.pipe in ready:

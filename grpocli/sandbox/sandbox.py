@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from grpocli.sandbox.cgroup import group
 from grpocli.sandbox.inside.protocol import encode, plain
@@ -202,7 +202,7 @@ class _IsolatedProcess:
 
     def wait_isolated(self) -> None:
         """Wait until the process is isolated. Raises SandboxError if it fails to isolate itself."""
-        ready = select.select([self._status], [], [], max(0.0, self._deadline - time.monotonic()))[0]
+        ready = _readable(self._status, max(0.0, self._deadline - time.monotonic()))
         status = os.read(self._status.fileno(), 4096).decode(errors="replace") if ready else "it did not start in time"
         if status != ISOLATED:
             self.kill()
@@ -212,7 +212,7 @@ class _IsolatedProcess:
         """Whether the process ends. seconds: between two results. most: in all."""
         began, written = 0.0, 0
         while (left := min(began + seconds, most) - clock.spent()) > 0:
-            if select.select([self._ended], [], [], max(SHORTEST_WAIT, min(left, seconds / 4)))[0]:
+            if _readable(self._ended, max(SHORTEST_WAIT, min(left, seconds / 4))):
                 return True
             if written != (written := os.fstat(self._results.fileno()).st_size):
                 began = clock.spent()
@@ -229,6 +229,13 @@ class _IsolatedProcess:
 
     def printed(self) -> str:
         return os.pread(self._printed.fileno(), 4096, 0).decode(errors="replace")
+
+
+def _readable(file: IO[bytes] | socket.socket, seconds: float) -> bool:
+    """Wait until there is something to read; False after so many seconds."""
+    polled = select.poll()  # `select` takes no descriptor above 1023
+    polled.register(file, select.POLLIN)
+    return bool(polled.poll(1000 * seconds))
 
 
 class Clock:

@@ -80,18 +80,18 @@ class Schedule:
 
         Call `start` before, so that no group runs only if none may start.
         """
-        if not self.wanted:
+        if not self.wanted or (self.running and len(self.ready) < self.prompts_per_step):
             return None
         age = (lambda number: number) if self.in_order else self.ready.__getitem__
         taken = sorted(self.ready, key=age)[: self.prompts_per_step]  # stable: then in the order in which they ended
-        if self.running and (len(taken) < self.prompts_per_step or not self._may_take(taken)):
+        if self.running and not self._may_take(set(taken)):
             return None
         for number in taken:
             del self.ready[number]
         self.wanted, self.rejected = False, 0
         return taken
 
-    def _may_take(self, taken: list[int]) -> bool:
+    def _may_take(self, taken: set[int]) -> bool:
         """Whether the step may take a whole batch before the others have ended."""
         if self.in_order and min(self.running) < max(taken):
             return False

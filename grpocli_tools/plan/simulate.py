@@ -334,6 +334,10 @@ class _Stream:
     def __init__(self, job: Job, seed: int, steps: int) -> None:
         self.job, self.seed, self.now = job, seed, 0.0
         self.servers = [_Server(job.slots, job.speeds.decode) for _ in range(job.servers)]
+        self.ends = np.full(job.servers, math.inf)
+        """`next_end` of each server; an array, because an event looks at the least of them."""
+        self.loads = np.zeros(job.servers, dtype=np.int64)
+        """Completions that run or wait on each server."""
         refills = (job.rounds - 1) * MAX_REFILL * job.prompts
         self.schedule = Schedule(job.prompts, job.max_staleness, steps, refills, in_order=not job.in_flight)
         self.lengths: dict[int, NDArray[np.int64]] = {}
@@ -352,6 +356,7 @@ class _Stream:
         self.now += self.job.speeds.sync
         for server in self.servers:  # requests stand still during the sync
             server.now = max(server.now, self.now)
+        self.ends[:] = [server.next_end for server in self.servers]
         schedule.begin(number)
         self._start()
         versions = dict(schedule.ready)
@@ -376,10 +381,12 @@ class _Stream:
             random = np.random.default_rng(derive_seed(self.seed, number))
             self.lengths[number] = job.lengths.draw(random, job.group)
             self.kept[number], self.left[number] = bool(random.random() < job.kept), job.group
-            server = min(self.servers, key=len)
+            least = int(self.loads.argmin())
+            server = self.servers[least]
             server.run_until(self.now)
             server.now += job.speeds.round * job.servers / job.prompts
             server.add(number, self.lengths[number])
+            self.ends[least], self.loads[least] = server.next_end, len(server)
 
     def _run_to(self, time: float) -> None:
         """Let the servers generate until a time."""
@@ -392,7 +399,7 @@ class _Stream:
     @property
     def _next_time(self) -> float:
         scored = self.scored[0][0] if self.scored else math.inf
-        return min(scored, min(server.next_end for server in self.servers))
+        return min(scored, float(self.ends.min()))
 
     def _next_event(self) -> None:
         """A completion ends, or the rewards of a group are there."""
@@ -404,7 +411,9 @@ class _Stream:
             if not kept:
                 del self.lengths[number]
             return self._start()
-        group = min(self.servers, key=lambda server: server.next_end).end_next()
+        first = int(self.ends.argmin())
+        group = self.servers[first].end_next()
+        self.ends[first], self.loads[first] = self.servers[first].next_end, len(self.servers[first])
         self.left[group] -= 1
         if not self.left[group]:
             del self.left[group]

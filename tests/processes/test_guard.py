@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -48,6 +49,17 @@ def test_the_exit_code_is_the_commands(code: str, expected: int) -> None:
     with guarded([sys.executable, "-c", code], name="test") as process:
         assert process.wait(20) == expected
         assert process.poll() == expected
+
+
+def test_a_command_is_guarded_in_a_process_with_many_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    with contextlib.ExitStack() as opened:
+        for _ in range(1100):
+            opened.enter_context(Path(os.devnull).open())
+        with guarded([sys.executable, "-c", "import time; time.sleep(0.5)"], name="test") as process:
+            assert process.wait(20) == 0
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_the_environment_is_passed_on_and_the_log_is_appended_to(tmp_path: Path) -> None:

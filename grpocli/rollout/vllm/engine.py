@@ -205,10 +205,10 @@ class VllmEngine(Engine):
                 self._in_vain = 0
                 return batch.completions
             with self._came_back:
-                self._waiting += 1
+                self._waiting += self._syncs == syncs
                 while self._syncs == syncs and not self._failure and not batch.listener.watch.cancelled():
                     self._came_back.wait(CHECK / 10)
-                self._waiting -= 1
+                self._waiting -= self._syncs == syncs  # after a sync it is 0
 
     @property
     def needs_sync(self) -> bool:
@@ -245,7 +245,7 @@ class VllmEngine(Engine):
         for client in self.pool.clients:
             client.open = True
         with self._came_back:
-            self._syncs += 1
+            self._syncs, self._waiting = self._syncs + 1, 0
             self._came_back.notify_all()
         return metrics | {"engine/restarts": float(self.restarts)}
 
