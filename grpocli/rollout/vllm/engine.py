@@ -63,7 +63,7 @@ class ServerPool:
         """clients: changed when a server is replaced; the syncs hold the same list."""
         self.clients = clients
         self._outstanding = [0] * len(clients)  # completions that were requested and have not arrived
-        self._turn = asyncio.Semaphore(REQUESTS * len(clients))  # a request chooses its server only when it can run
+        self._connections = asyncio.Semaphore(REQUESTS * len(clients))
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="requests", daemon=True).start()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -94,6 +94,7 @@ class ServerPool:
         # the largest requests hold at most SEQUENCES completions together
         limit = max(1, min(REQUESTS, SEQUENCES // max(map(completions_of, bodies.values()))))
         rooms = [asyncio.Semaphore(limit) for _ in self.clients]
+        turn = asyncio.Semaphore(limit * len(rooms))  # a request chooses its server only when it can run
         outstanding = self._outstanding
 
         async def ask(index: int, body: dict[str, Any]) -> Choices | None:
@@ -109,7 +110,7 @@ class ServerPool:
                 outstanding[index] -= completions_of(body)
 
         async def one(number: int, body: dict[str, Any]) -> None:
-            async with self._turn:
+            async with turn, self._connections:
                 while living := [index for index, client in enumerate(self.clients) if client.takes_requests]:
                     choices = await ask(min(living, key=outstanding.__getitem__), body)
                     if choices is not None:
