@@ -91,9 +91,10 @@ def assert_close_metrics(run: list[dict[str, Any]], other: list[dict[str, Any]],
             assert one[name] == pytest.approx(two[name], rel=rel, abs=rel / 100), name
 
 
-def assert_same_run(run: Path, other: Path) -> None:
-    """Asserts equal metrics and, to the bit, equal final weights."""
+def assert_same_run(run: Path, other: Path, *files: str) -> None:
+    """Asserts equal metrics and, to the bit, equal final weights and tensors of other files."""
     assert without_times(metrics(run)) == without_times(metrics(other))
-    one, two = (load_file(folder / "model" / "model.safetensors") for folder in (run, other))
-    assert one.keys() == two.keys()
-    assert all(one[name].equal(two[name]) for name in one)
+    for file in ("model/model.safetensors", *files):
+        one, two = (load_file(folder / file) for folder in (run, other))
+        assert one.keys() == two.keys(), file
+        assert all(one[name].equal(two[name]) for name in one), file

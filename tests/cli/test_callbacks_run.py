@@ -48,9 +48,7 @@ RUN = ["engine=fake", *SMALL, "checkpoint.every=1", "eval.every=2"]
 
 
 @pytest.fixture
-def here(tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("GRPOCLI_CACHE", str(shared_cache))
-    monkeypatch.chdir(tmp_path)
+def here(tmp_path: Path) -> Path:
     (tmp_path / "mine.py").write_text(CODE)
     return tmp_path
 

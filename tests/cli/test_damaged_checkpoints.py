@@ -168,15 +168,11 @@ def test_missing_metrics_are_reported(grpocli, run: Path) -> None:
     assert "train.steps=3: 3 steps are done, so none is left; raise it to train on" in out + err
 
 
-def _pointing_elsewhere(text: bytes) -> bytes:
-    return text.replace(b"optimizer-00001", b"../../../optimizer-00001")
-
-
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
         ("optimizer-00001.safetensors", lambda text: text[:50]),
-        ("optimizer.safetensors.index.json", _pointing_elsewhere),
+        ("optimizer.safetensors.index.json", lambda text: text.replace(b"optimizer-0", b"../../../optimizer-0")),
     ],
 )
 def test_damage_that_the_checksums_have_too_is_found(name: str, damage, grpocli, run: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli.running import SMALL, metrics
+from cli.running import EVEN, SMALL, metrics
 from tables import table
 
 from grpocli.rollout.transformers_engine import TransformersEngine
@@ -107,7 +107,7 @@ def test_a_busy_port_is_reported(grpocli) -> None:
 
 
 def test_a_policy_with_nan_is_not_saved(grpocli, tmp_path: Path) -> None:
-    options = ["optim.lr=1e30", "optim.max_grad_norm=0", "reward=[format]", "reward.format.pattern='.*[02468]'"]
+    options = ["optim.lr=1e30", "optim.max_grad_norm=0", *EVEN]
     code, said = failed(grpocli, *SMALL_RUN, *options, "checkpoint.every=1", f"hydra.run.dir={tmp_path}/run")
     assert code == 1
     assert "lower optim.lr=1e+30" in said
@@ -118,7 +118,7 @@ def test_a_policy_with_nan_is_not_saved(grpocli, tmp_path: Path) -> None:
 
 
 def test_weights_with_nan_after_the_last_update_are_not_saved(grpocli, tmp_path: Path) -> None:
-    options = ["optim.lr=1e308", "train.steps=1", "reward=[format]", "reward.format.pattern='.*[02468]'"]
+    options = ["optim.lr=1e308", "train.steps=1", *EVEN]
     code, said = failed(grpocli, *SMALL_RUN, *options, f"hydra.run.dir={tmp_path}/run")
     assert code == 1
     assert "step 1: its update left weights that are not finite; lower optim.lr=1e+308" in said

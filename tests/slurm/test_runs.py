@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from cli.running import metrics, without_times
+from cli.running import EVEN, metrics, without_times
 from safetensors.torch import load_file
 from slurm.cluster import Cluster
 from slurm.submitting import GRPOCLI, MULTIRUN, detached, wait_for_step
@@ -15,8 +15,6 @@ from slurm.submitting import GRPOCLI, MULTIRUN, detached, wait_for_step
 pytestmark = pytest.mark.slurm
 SMALL = ["engine=transformers", "model.warm_start_steps=20", "rollout.prompts_per_step=4", "rollout.group_size=4"]
 SMALL += ["eval.problems=4", "eval.samples=2"]
-EVEN = ["reward=[format]", "reward.format.pattern='.*[02468]'"]
-"""Rewards about half of all answers, so that every step has something to learn."""
 LONG = [*SMALL, *EVEN, "train.steps=60", "checkpoint.every=25", "optim.warmup_steps=4"]
 
 
