@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TYPE_CHECKING
@@ -37,20 +37,12 @@ if TYPE_CHECKING:
     from grpocli.rollout.engine import Engine
 
 
-def rewards_of(groups: Sequence[Group], names: Sequence[str]) -> dict[str, Tensor]:
+def rewards_of(groups: Sequence[Group], names: Iterable[str]) -> dict[str, Tensor]:
     """{name: [P, G]}, NaN where a reward does not apply."""
     return {
         name: torch.tensor([[r.rewards[name] for r in g.rollouts] for g in groups], dtype=torch.float64)
         for name in names
     }
-
-
-def advantages_of(
-    groups: Sequence[Group], algorithm: Algorithm, weights: dict[str, float], accuracy: Sequence[str] | None
-) -> Tensor:
-    """The advantages [P, G] of groups. weights: of the rewards; accuracy: each group's accuracy reward."""
-    lengths = lengths_of(groups, algorithm) if algorithm.needs_lengths else None
-    return algorithm.advantages(rewards_of(groups, list(weights)), weights, accuracy, lengths)
 
 
 def lengths_of(groups: Sequence[Group], algorithm: Algorithm) -> Tensor:
@@ -338,7 +330,9 @@ class Collector:
         if not groups or not self.reward_weights:
             unscored_PG = torch.zeros(len(groups), self.group_size, dtype=torch.float64)
             return self.algorithm.advantage(unscored_PG) if self.algorithm.supervised else unscored_PG
-        return advantages_of(groups, self.algorithm, self.reward_weights, self._accuracy(groups))
+        lengths = lengths_of(groups, self.algorithm) if self.algorithm.needs_lengths else None
+        rewards = rewards_of(groups, self.reward_weights)
+        return self.algorithm.advantages(rewards, self.reward_weights, self._accuracy(groups), lengths)
 
     def _metrics(self, sampled: SampledGroups, wanted: Sequence[Group], n_leftover: int) -> dict[str, float]:
         written = sum(rollout.completion.written for group in sampled.all for rollout in group.rollouts)
@@ -352,7 +346,7 @@ class Collector:
             "num_tokens": written + read,
         }
         groups = sampled.all or wanted  # a step may need no more than the leftover groups
-        rewards = rewards_of(groups, list(self.reward_weights))
+        rewards = rewards_of(groups, self.reward_weights)
         scores_PG = self.algorithm.scores(rewards, self.reward_weights) if rewards else None
         metrics |= sampled.score_stats.metrics | rollout_metrics(groups, rewards, scores_PG)
         if scores_PG is not None and len(self.accuracy_rewards) > 1:
@@ -366,7 +360,7 @@ class Collector:
         """Whether the algorithm keeps each group; all of them in a run without rewards."""
         if not self.reward_weights:
             return [True] * len(groups)
-        rewards = rewards_of(groups, list(self.reward_weights))
+        rewards = rewards_of(groups, self.reward_weights)
         kept: list[bool] = self.algorithm.kept(rewards, self.reward_weights, self._accuracy(groups)).tolist()
         return kept
 
@@ -387,7 +381,7 @@ def records_of(
         return []
     scores_PG = torch.full((len(outcomes), len(outcomes[0][1].rollouts)), math.nan)
     if weights:
-        scores_PG = algorithm.scores(rewards_of([group for _, group in outcomes], list(weights)), weights)
+        scores_PG = algorithm.scores(rewards_of([group for _, group in outcomes], weights), weights)
     records = [
         Record(rollout, number, status, step - (group.uid in batch.leftover_uids), score)
         for number, ((status, group), scores) in enumerate(zip(outcomes, scores_PG.tolist(), strict=True))
