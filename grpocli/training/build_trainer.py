@@ -35,6 +35,7 @@ from grpocli.training.collector import Collector, Sampler, TargetSampler
 from grpocli.training.optim import make_optimizer
 from grpocli.training.packing import FlexPacked, Packed
 from grpocli.training.policy import BaseReference, Policy, Reference
+from grpocli.training.schedule import Schedule
 from grpocli.training.stream import RolloutState, RolloutStream
 from grpocli.training.teachers import Teachers, load_teachers
 from grpocli.training.trainer import Trainer
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from grpocli.distributed.world import World
     from grpocli.processes.signals import StopSignal
     from grpocli.tracking.recorder import Recorder
-    from grpocli.types import Group, Prompt
+    from grpocli.types import Prompt
 
 
 def load_prompts(run: Run, model_path: str) -> PromptSource:
@@ -93,9 +94,7 @@ def build_trainer(
     kind = TargetSampler if run.algorithm.supervised else Sampler
     source = kind(world, engine, data.tokenizer, scorer, data.environments, sampler.scoring)
     watch = Watch(recorder.progress_of("rollout"))
-    collector = make_collector(
-        run, source, data.draw, state.draws, saved.leftover[: run.rollout.prompts_per_step], watch
-    )
+    collector = make_collector(run, source, data.draw, watch)
     collector.epoch_draws = data.epoch if run.algorithm.supervised else None
     trainer = Trainer(
         run=run,
@@ -104,7 +103,7 @@ def build_trainer(
         tokenizer=data.tokenizer,
         engine=engine,
         collector=collector,
-        stream=RolloutStream(collector, world, run.rollout, run.train.steps, state.step, saved),
+        stream=RolloutStream(collector, world, run.rollout, state.step, saved),
         updater=updater,
         update_checks=UpdateChecks(run, recorder.run_dir, policy, world),
         evaluator=_evaluator(run, sampler, data, recorder, stop, updater),
@@ -247,29 +246,28 @@ def load_reference(
     return Reference(load_model(run.model, path), policy)
 
 
-def make_collector(
-    run: Run,
-    sampler: Sampler,
-    draw: Callable[[int], Prompt],
-    draws: int,
-    leftover: list[Group],
-    watch: Watch,
-) -> Collector:
-    """The collector of a run after `draws` prompts. draw: the prompt of a draw number."""
+def make_collector(run: Run, sampler: Sampler, draw: Callable[[int], Prompt], watch: Watch) -> Collector:
+    """The collector of a new run. draw: the prompt of a draw number."""
     algorithm: Algorithm = run.algorithm
     rewards = {} if algorithm.supervised else run.reward
+    schedule = Schedule(
+        run.rollout.prompts_per_step,
+        run.rollout.max_staleness,
+        run.train.steps,
+        max_rounds=algorithm.keep.max_rounds,
+        in_order=run.rollout.order == "request" or not run.rollout.in_flight,
+        carry=algorithm.keep.surplus == "carry",
+    )
     return Collector(
         sampler=sampler,
         algorithm=algorithm,
         draw=draw,
+        schedule=schedule,
         reward_weights={name: reward.weight for name, reward in rewards.items()},
         accuracy_rewards=accuracy_rewards_of(run) if rewards else {},
-        prompts_per_step=run.rollout.prompts_per_step,
         group_size=run.rollout.group_size,
         sampling=run.rollout.sampling,
         seed=run.seed,
-        draws=draws,
-        leftover=leftover,
         keeps_untrained=sampler.world.is_main,
         watch=watch,
     )

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from grpocli.environments.environment import EnvironmentConfig
     from grpocli.rewards.scorer import Scorer
     from grpocli.rollout.engine import Engine
+    from grpocli.training.schedule import Schedule
 
 
 def rewards_of(groups: Sequence[Group], names: Iterable[str]) -> dict[str, Tensor]:
@@ -157,10 +158,6 @@ class RolloutBatch:
     """Uids of the groups carried over from the previous step."""
 
 
-MAX_REFILL = 4
-"""A refill samples at most this many times `rollout.prompts_per_step` prompts, however few groups were kept before."""
-
-
 def rollout_metrics(
     groups: Sequence[Group], rewards: Mapping[str, Tensor], scores_PG: Tensor | None
 ) -> dict[str, float]:
@@ -227,34 +224,29 @@ def tool_use(groups: Sequence[Group]) -> tuple[dict[str, float], dict[str, str]]
 
 @dataclass(slots=True)
 class SampledGroups:
-    """What the rounds of one step have sampled so far."""
+    """What was sampled for one step."""
 
-    kept: list[Group] = field(default_factory=list)
-    filtered: list[Group] = field(default_factory=list)
     all: list[Group] = field(default_factory=list)
-    """Kept and filtered ones, in the order of their draws."""
+    """In the order of their draws."""
+    filtered: list[Group] = field(default_factory=list)
+    """Those of them that the algorithm does not keep."""
     score_stats: ScoreStats = field(default_factory=ScoreStats)
-    rounds: int = 0
+    rounds: int = 1
 
 
 @dataclass(slots=True)
 class Collector:
-    """Draws prompts, has them sampled and scored, and keeps the groups that the algorithm wants.
-
-    A checkpoint saves `draws` and `leftover`.
-    """
+    """Draws prompts, has them sampled and scored, and keeps the groups that the algorithm wants."""
 
     sampler: Sampler
     algorithm: Algorithm
     draw: Callable[[int], Prompt]
     """The prompt of a draw number."""
+    schedule: Schedule
     reward_weights: dict[str, float]
-    prompts_per_step: int
     group_size: int
     sampling: Sampling
     seed: int
-    draws: int = 0
-    """The number of prompts drawn so far."""
     leftover: list[Group] = field(default_factory=list)
     """Groups that the last step kept but did not need; the next step trains on them first."""
     accuracy_rewards: Mapping[str, str] = field(default_factory=dict)
@@ -266,63 +258,54 @@ class Collector:
     epoch_draws: int | None = None
     """The draws of an epoch, for the metric `epoch`; None: no such metric."""
 
-    def collect(self) -> RolloutBatch:
+    def collect(self, step: int) -> RolloutBatch:
         """Sample until the algorithm has kept `prompts_per_step` groups, or its rounds are used up. Collective.
 
         After an error `RolloutStream.state` is that before the step, and the run ends.
         """
-        sampled = SampledGroups()
-        while (missing := self.missing(sampled)) > 0 and sampled.rounds < self.algorithm.keep.max_rounds:
-            self.sample_round(sampled, missing)
-        return self.end_step(sampled)
+        schedule, carried, sampled = self.schedule, self.leftover, SampledGroups()
+        schedule.begin(step)
+        while numbers := schedule.start():
+            self._sample_round(sampled, numbers)
+        sampled.rounds = schedule.rounds
+        taken = schedule.take() or []
+        found = {int(group.uid): group for group in (*carried, *sampled.all)}
+        self.leftover = [found[number] for number in schedule.ready]
+        batch = self.end_step([found[number] for number in taken], sampled, carried)
+        unused = {*found} - {*taken, *schedule.ready, *(int(group.uid) for group in sampled.filtered)}
+        untrained = [(Status.LEFTOVER, group) for group in self.leftover]
+        untrained += [(Status.SURPLUS, found[number]) for number in sorted(unused)]
+        return replace(batch, untrained=[*batch.untrained, *untrained] if self.keeps_untrained else [])
 
-    def missing(self, sampled: SampledGroups) -> int:
-        """The number of groups that a step still needs."""
-        return self.prompts_per_step - len(self.leftover) - len(sampled.kept)
-
-    def sample_round(self, sampled: SampledGroups, missing: int) -> None:
-        """Sample as many prompts as are likely to give `missing` groups, by the share of groups kept in this step."""
-        n, watch = missing, self.watch
-        if sampled.rounds:
-            expected = math.ceil(missing * len(sampled.all) / max(len(sampled.kept), 1))
-            n = min(expected, MAX_REFILL * self.prompts_per_step)
-            kept = self.prompts_per_step - missing
-            watch = watch.detailed(f"round {sampled.rounds + 1}, {kept} of {self.prompts_per_step} groups kept")
-        draws = range(self.draws, self.draws + n)
-        self.draws += n
-        prompts, seeds = [self.draw(d) for d in draws], [derive_seed(self.seed, d) for d in draws]
+    def _sample_round(self, sampled: SampledGroups, numbers: Sequence[int]) -> None:
+        """Sample and score the groups of a round."""
+        schedule, watch, wanted = self.schedule, self.watch, self.schedule.prompts_per_step
+        if schedule.rounds > 1:
+            watch = watch.detailed(f"round {schedule.rounds}, {len(schedule.ready)} of {wanted} groups kept")
+        prompts, seeds = [self.draw(n) for n in numbers], [derive_seed(self.seed, n) for n in numbers]
         groups, stats = self.sampler.generate_and_score(prompts, seeds, self.group_size, self.sampling, watch)
         sampled.score_stats = sampled.score_stats.add_round(stats)
-        self.sampler.scorer.check_errors(sampled.score_stats, self.prompts_per_step * self.group_size)
-        for group, keep in zip(groups, self.kept(groups), strict=True):
-            (sampled.kept if keep else sampled.filtered).append(group)
+        self.sampler.scorer.check_errors(sampled.score_stats, wanted * self.group_size)
+        for number, group, keep in zip(numbers, groups, self.kept(groups), strict=True):
+            schedule.end(number, schedule.step, keep)
+            sampled.filtered += [] if keep else [group]
         sampled.all += groups
-        sampled.rounds += 1
 
-    def end_step(self, sampled: SampledGroups) -> RolloutBatch:
-        """The batch of a step; the next one begins with its surplus."""
-        n, leftover = self.prompts_per_step, self.leftover
-        groups = [*leftover, *sampled.kept]
-        wanted, surplus = groups[:n], groups[n:]
-        if len(wanted) < n and self.algorithm.keep.on_exhausted == "error":
+    def end_step(self, groups: list[Group], sampled: SampledGroups, carried: Sequence[Group] = ()) -> RolloutBatch:
+        """The batch of a step that trains on `groups`. carried: those that were sampled for the step before."""
+        wanted, keep = self.schedule.prompts_per_step, self.algorithm.keep
+        if len(groups) < wanted and keep.on_exhausted == "error":
             raise RewardError(
-                f"algorithm.keep.max_rounds={sampled.rounds}: only {len(wanted)} of {n} prompts had completions of "
-                "different reward; raise it, or choose easier or harder prompts"
+                f"algorithm.keep.max_rounds={sampled.rounds}: only {len(groups)} of {wanted} prompts had completions "
+                "of different reward; raise it, or choose easier or harder prompts"
             )
-        tools, tool_warnings = tool_use(sampled.all or wanted)
-        metrics = self._metrics(sampled, wanted, len(leftover)) | tools
-        # at most one step's worth: the next step trains on all of it, so none gets older than one weight version
-        self.leftover = surplus[:n] if self.algorithm.keep.surplus == "carry" else []
-        untrained = [(Status.FILTERED, group) for group in sampled.filtered]
-        untrained += [(Status.LEFTOVER, group) for group in self.leftover]
-        untrained += [(Status.SURPLUS, group) for group in surplus[len(self.leftover) :]]
-        scored = self.sampler.scorer.warnings(sampled.score_stats)
+        tools, tool_warnings = tool_use(sampled.all or groups)
         return RolloutBatch(
-            wanted,
-            metrics,
-            {**scored, **tool_warnings},
-            untrained if self.keeps_untrained else [],
-            frozenset(group.uid for group in leftover),
+            groups,
+            self._metrics(sampled, groups, len(carried)) | tools,
+            {**self.sampler.scorer.warnings(sampled.score_stats), **tool_warnings},
+            [(Status.FILTERED, group) for group in sampled.filtered] if self.keeps_untrained else [],
+            frozenset(group.uid for group in carried),
         )
 
     def advantages(self, groups: Sequence[Group]) -> Tensor:
@@ -335,13 +318,14 @@ class Collector:
         return self.algorithm.advantages(rewards, self.reward_weights, self._accuracy(groups), lengths)
 
     def _metrics(self, sampled: SampledGroups, wanted: Sequence[Group], n_leftover: int) -> dict[str, float]:
+        n = len(sampled.all)
         written = sum(rollout.completion.written for group in sampled.all for rollout in group.rollouts)
         read = sum(len(group.prompt.token_ids) * len(group.rollouts) for group in sampled.all)
         metrics = {
             "sampling/rounds": sampled.rounds,
             "sampling/kept": len(wanted),
             "sampling/carried": n_leftover,
-            "sampling/acceptance": len(sampled.kept) / len(sampled.all) if sampled.all else 1.0,
+            "sampling/acceptance": (n - len(sampled.filtered)) / n if n else 1.0,
             "tokens/generated": 0.0 if self.algorithm.supervised else float(written),
             "num_tokens": written + read,
         }
@@ -354,7 +338,7 @@ class Collector:
             metrics |= {
                 f"task/{task}/errors": float(sampled.score_stats.errors_of(task)) for task in self.accuracy_rewards
             }
-        return metrics | ({"epoch": self.draws / self.epoch_draws} if self.epoch_draws else {})
+        return metrics | ({"epoch": self.schedule.draws / self.epoch_draws} if self.epoch_draws else {})
 
     def kept(self, groups: Sequence[Group]) -> list[bool]:
         """Whether the algorithm keeps each group; all of them in a run without rewards."""

@@ -1,23 +1,31 @@
-"""The schedule of rollouts that are a stream: which prompts may start now, and which groups make the next batch.
+"""The schedule of rollouts: which prompts may start now, and which groups make the next batch.
 
-It has no clock, no thread and no I/O. `RolloutStream` drives it with real completions, and `plan --simulate` with a
-simulated clock. A group is the completions of one prompt, and has the number of its prompt's draw.
+It has no clock, no thread and no I/O. `Collector` and `RolloutStream` drive it with real completions, and
+`plan --simulate` with a simulated clock. A group is the completions of one prompt, and has the number of its prompt's
+draw.
 
     begin(step)     the engine has the weights of version `step`, and the step wants its batch
     start()         the groups that start now
     end(number)     a group has ended, and the algorithm keeps it or not
     take()          the groups that the step trains on; None: it has to wait
 
-At most (max_staleness + 1) x prompts_per_step groups have started and are not trained. A step takes groups of the
-oldest weights first, and waits for a group that would be too old for a later step. So nothing is thrown away for being
-slow.
+With max_staleness 0 a step samples in rounds: the first has as many groups as the step lacks, and a later one as many
+as are likely to give those that the algorithm has not kept.
+
+Above 0 rollouts are a stream: at most (max_staleness + 1) x prompts_per_step groups have started and are not trained.
+A step takes groups of the oldest weights first, and waits for a group that would be too old for a later step. So
+nothing is thrown away for being slow.
 The rule is that of Tinker's cookbook; AReaL (arXiv 2505.24298) bounds the same number.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+
+MAX_REFILL = 4
+"""A round samples at most this many times `rollout.prompts_per_step` prompts, however few groups were kept before."""
 
 
 @dataclass(slots=True)
@@ -29,10 +37,12 @@ class Schedule:
     """The largest age in weight versions of a group's oldest token when it trains."""
     steps: int
     """The last step of the run."""
-    max_rejected: int = 0
-    """How many groups the algorithm may reject for one step and get another in their place."""
+    max_rounds: int = 1
+    """Rounds of a step. In a stream the algorithm may reject what the later rounds could sample, and get others."""
     in_order: bool = False
-    """A step takes the groups in the order of their numbers, so that it depends on no clock."""
+    """A step takes the groups of a stream in the order of their numbers, so that it depends on no clock."""
+    carry: bool = False
+    """In rounds, the next step trains on groups that were kept and not needed; else they are dropped."""
     step: int = 0
     """The last step that began; its weights are the engine's."""
     draws: int = 0
@@ -43,22 +53,22 @@ class Schedule:
     """{number: the weight version that a group began with}."""
     ready: dict[int, int] = field(default_factory=dict)
     """{number: the version of the oldest token} of groups to train on, in the order in which they ended."""
+    kept: int = 0
+    """Groups that the algorithm kept since the last batch."""
     rejected: int = 0
-    """Groups that the algorithm rejected since the last batch."""
+    rounds: int = 0
+    """Of this step."""
     wanted: bool = False
     """The step waits for its batch."""
 
     def begin(self, step: int) -> None:
         """The engine has the weights of a step, which wants its batch."""
-        self.step, self.wanted = step, True
+        self.step, self.wanted, self.rounds = step, True, 0
 
     def start(self) -> list[int]:
         """The groups that start now, with the engine's weights."""
-        steps = min(self.max_staleness, self.steps - self.step) + self.wanted
-        not_replaced = max(0, self.rejected - self.max_rejected)
-        room = steps * self.prompts_per_step - not_replaced - len(self.running) - len(self.ready)
         started = []
-        for _ in range(room):
+        for _ in range(self._room() if self.max_staleness else self._round()):
             if self.again:
                 started.append(self.again.pop(0))
             else:
@@ -67,11 +77,30 @@ class Schedule:
         self.running |= dict.fromkeys(started, self.step)
         return started
 
+    def _round(self) -> int:
+        """The number of groups of a step's next round; 0 if the last one runs, or the step samples no more."""
+        missing = self.prompts_per_step - len(self.ready)
+        if self.running or not self.wanted or missing <= 0 or self.rounds == self.max_rounds:
+            return 0
+        self.rounds += 1
+        if self.rounds == 1:
+            return missing
+        expected = math.ceil(missing * (self.kept + self.rejected) / max(self.kept, 1))
+        return min(expected, MAX_REFILL * self.prompts_per_step)
+
+    def _room(self) -> int:
+        """The number of groups that a stream has room for."""
+        steps = min(self.max_staleness, self.steps - self.step) + self.wanted
+        replaced = (self.max_rounds - 1) * MAX_REFILL * self.prompts_per_step
+        not_replaced = max(0, self.rejected - replaced)
+        return steps * self.prompts_per_step - not_replaced - len(self.running) - len(self.ready)
+
     def end(self, number: int, version: int, kept: bool) -> None:
         """A running group has ended. version: of its oldest token."""
         del self.running[number]
         if kept:
             self.ready[number] = version
+            self.kept += 1
         else:
             self.rejected += 1
 
@@ -80,7 +109,8 @@ class Schedule:
 
         Call `start` before, so that no group runs only if none may start.
         """
-        if not self.wanted or (self.running and len(self.ready) < self.prompts_per_step):
+        needed = self.prompts_per_step if self.max_staleness else math.inf  # a round ends first
+        if not self.wanted or (self.running and len(self.ready) < needed):
             return None
         age = (lambda number: number) if self.in_order else self.ready.__getitem__
         taken = sorted(self.ready, key=age)[: self.prompts_per_step]  # stable: then in the order in which they ended
@@ -88,7 +118,10 @@ class Schedule:
             return None
         for number in taken:
             del self.ready[number]
-        self.wanted, self.rejected = False, 0
+        if not self.max_staleness:  # at most a step's worth, which the next step trains on, so none gets older
+            fresh = [number for number in sorted(self.ready) if self.ready[number] == self.step]
+            self.ready = dict.fromkeys(fresh[: self.prompts_per_step * self.carry], self.step)
+        self.wanted, self.kept, self.rejected = False, 0, 0
         return taken
 
     def _may_take(self, taken: set[int]) -> bool:
@@ -110,7 +143,10 @@ class Schedule:
 
         Returns False, and asks for all groups again, if the ready ones are too old for a lower max_staleness.
         """
-        self.draws, in_time = draws, self._in_time(ready.values(), self.step)
+        if self.max_staleness:
+            in_time = self._in_time(ready.values(), self.step)
+        else:
+            in_time = all(self.carry and version == self.step for version in ready.values())
+        self.draws, self.ready = draws, dict(ready) if in_time else {}
         self.again = sorted([*running, *(() if in_time else ready)])
-        self.ready = dict(ready) if in_time else {}
         return in_time

@@ -34,8 +34,7 @@ from grpocli.progress import Watch
 from grpocli.rewards.scorer import RewardStats, ScoreStats
 from grpocli.rollout.engine import Listener
 from grpocli.rollout.sampling import derive_seed
-from grpocli.training.collector import MAX_REFILL, RolloutBatch, SampledGroups
-from grpocli.training.schedule import Schedule
+from grpocli.training.collector import RolloutBatch, SampledGroups
 from grpocli.types import Completion, Episode, Group, Prompt, Request, Rollout, Status
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-LEFTOVER_FILE, STREAM_FILE = "carried.pt", "stream.pt"
+STREAM_FILE = "stream.pt"
 POLL_SECONDS = 0.5
 """The longest time until the main process tells the others that it still waits, or that servers are lost."""
 
@@ -92,24 +91,16 @@ class RolloutState:
 
     draws: int
     """Prompts drawn so far."""
-    leftover: list[Group] = field(default_factory=list)
-    """The collector's."""
     running: list[int] = field(default_factory=list)
     """The numbers of groups that are being sampled or scored; a resume asks for them again."""
     ended: list[EndedGroup] = field(default_factory=list)
     """In the order in which they ended."""
-
-    @classmethod
-    def of(cls, collector: Collector) -> RolloutState:
-        return cls(collector.draws, collector.leftover)
 
     def save(self, folder: Path) -> None:
         """Write tensors and plain values, which are read with `weights_only=True`.
 
         A prompt's text and columns are left out: its draw number, the uid, restores them.
         """
-        if self.leftover:
-            torch.save([_plain(group) for group in self.leftover], folder / LEFTOVER_FILE)
         if self.running or self.ended:
             ended = [(_plain(one.group), _plain_stats(one.stats), one.kept) for one in self.ended]
             torch.save({"running": self.running, "ended": ended}, folder / STREAM_FILE)
@@ -118,28 +109,20 @@ class RolloutState:
     def load(cls, folder: Path, draws: int, draw: Draw, group_size: int, rewards: Sequence[str]) -> RolloutState:
         """The saved state, equal to the bit.
 
-        Groups that do not fit a config changed by a resume (seed, task, group size, rewards) are sampled again;
-        leftover ones are left out. Each has a warning in the log.
+        Groups that do not fit a config changed by a resume (seed, task, group size, rewards) are sampled again, with a
+        warning in the log.
         """
-
-        def restored(saved: dict[str, Any]) -> Group | None:
-            return _restored(saved, draw, group_size, set(rewards))
-
-        leftover, running, ended = list[Group](), list[int](), list[EndedGroup]()
-        if (folder / LEFTOVER_FILE).is_file():
-            saved = torch.load(folder / LEFTOVER_FILE, weights_only=True)
-            leftover = [group for one in saved if (group := restored(one))]
-            _warn_unfit(len(saved) - len(leftover), "leftover groups are left out")
-        if (folder / STREAM_FILE).is_file():
-            saved = torch.load(folder / STREAM_FILE, weights_only=True)
-            running = saved["running"]
-            for one, stats, kept in saved["ended"]:
-                if group := restored(one):
-                    ended.append(EndedGroup(group, _restored_stats(stats), kept))
-                else:
-                    running.append(one["draw"])
-            _warn_unfit(len(saved["ended"]) - len(ended), "groups that were sampled ahead are sampled again")
-        return cls(draws, leftover, running, ended)
+        if not (folder / STREAM_FILE).is_file():
+            return cls(draws)
+        saved = torch.load(folder / STREAM_FILE, weights_only=True)
+        running, ended = saved["running"], list[EndedGroup]()
+        for one, stats, kept in saved["ended"]:
+            if group := _restored(one, draw, group_size, set(rewards)):
+                ended.append(EndedGroup(group, _restored_stats(stats), kept))
+            else:
+                running.append(one["draw"])
+        _warn_unfit(len(saved["ended"]) - len(ended), "do not fit the config, which has changed,")
+        return cls(draws, running, ended)
 
 
 class RolloutStream:
@@ -149,17 +132,15 @@ class RolloutStream:
     collective, and is called in the main thread.
     """
 
-    def __init__(
-        self, collector: Collector, world: World, rollout: Rollouts, steps: int, done: int, saved: RolloutState
-    ) -> None:
-        """steps: of the whole run. done: steps trained so far. saved: the rollouts after them."""
-        self.collector, self.world = collector, world
+    def __init__(self, collector: Collector, world: World, rollout: Rollouts, done: int, saved: RolloutState) -> None:
+        """done: steps trained so far. saved: the rollouts after them."""
+        self.collector, self.world, self.schedule = collector, world, collector.schedule
         self.max_staleness, self.in_flight = rollout.max_staleness, rollout.in_flight
         self._changed = threading.Condition()
         self._begun = self._failed = False
         """Whether a batch was wanted, and whether an error was raised: then nothing more is sampled."""
         self._taken: tuple[int, list[EndedGroup] | RolloutState] | None = None
-        """The step that `batch` last served, with its groups or, without a thread, the state before it."""
+        """The step that `batch` last served, with its groups or, in rounds, the state before it."""
         self._prompts: dict[int, Prompt] = {}
         """Of running groups."""
         self._arrived: deque[tuple[int, Sequence[Completion]]] = deque()
@@ -171,26 +152,15 @@ class RolloutStream:
         self._error: BaseException | None = None
         """The first one of a thread."""
         self._closing = False
-        keep, prompts = collector.algorithm.keep, collector.prompts_per_step
-        self.schedule = Schedule(
-            prompts,
-            self.max_staleness,
-            steps,
-            max_rejected=(keep.max_rounds - 1) * MAX_REFILL * prompts,
-            in_order=rollout.order == "request" or not self.in_flight,
-            step=done,
-        )
-        if not self.max_staleness:
-            _warn_unfit(len(saved.running) + len(saved.ended), "groups that were sampled ahead are left out")
+        self.schedule.step = done
+        ready = {one.number: one.version for one in saved.ended if one.kept}
+        if not self.schedule.restore(saved.running, ready, saved.draws):
+            _warn_unfit(len(ready), "are older than rollout.max_staleness allows")
+        self._ended = {one.number: one for one in saved.ended if one.number in self.schedule.ready or not one.kept}
+        if self.max_staleness:
+            self.schedule.rejected = len(self._ended) - len(self.schedule.ready)
         else:
-            collector.leftover = []  # of a run without a stream
-            ready = {one.number: one.version for one in saved.ended if one.kept}
-            if self.schedule.restore(saved.running, ready, saved.draws):
-                self._ended = {one.number: one for one in saved.ended}
-                self.schedule.rejected = len(saved.ended) - len(ready)
-            else:
-                _warn_unfit(len(ready), "groups are older than rollout.max_staleness allows and are sampled again")
-                self._ended = {one.number: one for one in saved.ended if not one.kept}
+            collector.leftover = [one.group for one in self._ended.values() if one.kept]
 
     # The main thread
 
@@ -200,8 +170,8 @@ class RolloutStream:
         sync: brings lost servers back; collective.
         """
         if not self.max_staleness:
-            self._taken = step, RolloutState.of(self.collector)
-            return self.collector.collect()
+            self._taken = step, self._carried
+            return self.collector.collect(step)
         self._begun = True
         if self.world.is_main:
             self._scoring = self._scoring or run_in_thread(partial(self._guard, self._score), "scores")
@@ -233,10 +203,16 @@ class RolloutStream:
         if isinstance(taken, RolloutState):
             return taken
         if not self.max_staleness:
-            return RolloutState.of(self.collector)
+            return self._carried
         with self._changed:
             running = [*self.schedule.again, *self.schedule.running]
-            return RolloutState(self.schedule.draws, [], running, [*taken, *self._ended.values()])
+            return RolloutState(self.schedule.draws, running, [*taken, *self._ended.values()])
+
+    @property
+    def _carried(self) -> RolloutState:
+        """The state between two steps that sample in rounds."""
+        carried = [EndedGroup(group, ScoreStats(), kept=True) for group in self.collector.leftover]
+        return RolloutState(self.schedule.draws, list(self.schedule.again), carried)
 
     def close(self, wait_for_threads: bool = True) -> None:
         """End the threads. wait_for_threads: give them GRACE seconds; one that still runs ends with the process."""
@@ -265,7 +241,7 @@ class RolloutStream:
 
         What `work` returns comes first, because the error of a later step does not matter yet.
         """
-        watch, size = self.collector.watch, self.collector.prompts_per_step
+        watch, size = self.collector.watch, self.schedule.prompts_per_step
         with self._changed:
             try:
                 self._start()
@@ -295,14 +271,11 @@ class RolloutStream:
         self._start()
         every = sorted((*kept, *filtered), key=lambda one: one.number)
         sampled = SampledGroups(
-            kept=[one.group for one in kept],
-            filtered=[one.group for one in filtered],
-            all=[one.group for one in every],
-            score_stats=reduce(ScoreStats.add_round, (one.stats for one in every), ScoreStats()),
-            rounds=1,
+            [one.group for one in every],
+            [one.group for one in filtered],
+            reduce(ScoreStats.add_round, (one.stats for one in every), ScoreStats()),
         )
-        self.collector.draws = self.schedule.draws
-        batch = self.collector.end_step(sampled)
+        batch = self.collector.end_step([one.group for one in kept], sampled)
         waiting = {"stream/ready": float(len(self.schedule.ready)), "stream/running": float(len(self.schedule.running))}
         self._untrained = batch.untrained  # for the main process's rollout file alone
         return replace(batch, untrained=[], metrics=batch.metrics | waiting | staleness(batch.groups, step))
@@ -352,7 +325,7 @@ class RolloutStream:
             with self._changed:
                 recent = [one.stats for one in (*self._ended.values(), *ended)]
                 stats = reduce(ScoreStats.add_round, recent, ScoreStats())
-                scorer.check_errors(stats, collector.prompts_per_step * collector.group_size)
+                scorer.check_errors(stats, self.schedule.prompts_per_step * collector.group_size)
                 for one in ended:
                     del self._prompts[one.number]
                     self._ended[one.number] = one
@@ -384,7 +357,7 @@ class _Failure:
 
 def _warn_unfit(count: int, what: str) -> None:
     if count:
-        logger.warning("%d %s: the config has changed", count, what)
+        logger.warning("%d groups that were sampled ahead %s and are sampled again", count, what)
 
 
 def _restored(saved: dict[str, Any], draw: Draw, size: int, names: set[str]) -> Group | None:

@@ -237,7 +237,7 @@ def _generation(inputs: PlanInputs) -> list[Item]:
 
 def sampled_rows(inputs: PlanInputs) -> int:
     """Completions that engine=transformers samples at a time in one process."""
-    from grpocli.training.collector import MAX_REFILL
+    from grpocli.training.schedule import MAX_REFILL
 
     run, group = inputs.run, inputs.run.rollout.group_size
     prompts = run.rollout.prompts_per_step * (MAX_REFILL if run.algorithm.keep.max_rounds > 1 else 1)

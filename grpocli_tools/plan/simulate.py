@@ -1,9 +1,8 @@
 """A discrete-event simulation of a run: when servers generate, when trainers update, and who waits for whom.
 
-Events are completions, rounds of sampling, syncs and updates, not tokens. Between two
-completions of a server, all its running sequences advance one token in `Speeds.decode[n]` seconds. With max_staleness 0
-a step's rollouts are sampled in rounds as `Collector` does; above 0 the trainer's own `Schedule` decides. The same seed
-gives the same run.
+Events are completions, rewards, syncs and updates, not tokens. Between two completions of a server, all its running
+sequences advance one token in `Speeds.decode[n]` seconds. The trainer's own `Schedule` decides what is sampled. The
+same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import numpy as np
 
 from grpocli.errors import ConfigError
 from grpocli.rollout.sampling import derive_seed
-from grpocli.training.collector import MAX_REFILL
 from grpocli.training.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -76,9 +74,9 @@ class Speeds:
     decode: Sequence[float]
     """For a token of each of n sequences of a server, by n from 0."""
     round: float = 0.0
-    """Of a round of sampling beside decoding: prompts, requests."""
+    """Of a step's prompts and requests, beside decoding."""
     reward: float = 0.0
-    """After the last completion of a round."""
+    """From a step's last completion to its last score."""
     update: float = 0.0
     update_token: float = 0.0
     """Of an update, for each token of prompts and completions that all trainers compute."""
@@ -213,29 +211,15 @@ def simulate(job: Job, steps: int, seed: int = 0, run_steps: int | None = None) 
 
     Raises ConfigError if failures come faster than checkpoints.
     """
-    run = _Stream(job, seed, steps) if job.max_staleness else _Rounds(job, seed)
+    run = _Run(job, seed, steps)
     done = tuple(run.step(number) for number in range(1, steps + 1))
     whole = [done[n % steps].seconds for n in range(run_steps or steps)]
     seconds, lost, failures = _with_failures(job, whole)
     return Simulated(job, done, seconds, 1 - sum(whole) / seconds, lost, failures)
 
 
-def generate(lengths: NDArray[np.int64], servers: int, slots: int, decode: Sequence[float]) -> tuple[float, float]:
-    """Seconds until all completions [P, G] are done, and seconds of generation added over the servers.
-
-    A group goes to the server with the fewest completions, which starts as many as it has slots and queues the rest.
-    """
-    found = [_Server(slots, decode) for _ in range(servers)]
-    for number, group in enumerate(lengths):
-        min(found, key=len).add(number, group)
-    for server in found:
-        while server.running:
-            server.end_next()
-    return max(server.now for server in found), sum(server.busy for server in found)
-
-
 @dataclass(slots=True)
-class _Server:
+class Server:
     """A server, between two of whose events all running sequences advance at the same pace."""
 
     slots: int
@@ -285,61 +269,25 @@ class _Server:
         return group
 
 
-@dataclass(slots=True)
-class _Rounds:
-    """A run whose steps follow each other: each samples its rollouts in rounds, as `Collector` does, and trains."""
+class _Run:
+    """`Schedule` with simulated servers, as `Collector` and `RolloutStream` with real ones.
 
-    job: Job
-    seed: int
-    now: float = 0.0
-    leftover: NDArray[np.int64] | None = None
-
-    def step(self, number: int) -> SimulatedStep:
-        job, speeds, start, random = (
-            self.job,
-            self.job.speeds,
-            self.now,
-            np.random.default_rng(derive_seed(self.seed, number)),
-        )
-        found = [self.leftover if self.leftover is not None else np.zeros((0, job.group), dtype=np.int64)]
-        missing = job.prompts - len(found[0])
-        seconds = busy = 0.0
-        sampled = generated = kept = rounds = 0
-        while kept < missing and rounds < job.rounds:
-            wanted = missing
-            if sampled:
-                wanted = min(math.ceil((missing - kept) * sampled / max(kept, 1)), MAX_REFILL * job.prompts)
-            lengths = job.lengths.draw(random, wanted * job.group).reshape(wanted, job.group)
-            took, worked = generate(lengths, job.servers, job.slots, speeds.decode)
-            found.append(lengths[random.random(wanted) < job.kept])
-            seconds += speeds.round + took + speeds.reward
-            busy, generated = busy + worked, generated + int(lengths.sum())
-            sampled, kept, rounds = sampled + wanted, kept + len(found[-1]), rounds + 1
-        groups = np.concatenate(found)
-        surplus = groups[job.prompts : 2 * job.prompts if job.carry else job.prompts]
-        self.leftover = surplus if len(surplus) else None
-        groups = groups[: job.prompts]
-        train = job.update_seconds(len(groups), int(groups.sum()))
-        self.now += speeds.sync + seconds + train
-        return SimulatedStep(start, self.now, train, 0, busy, generated, int(groups.sum()), len(groups))
-
-
-class _Stream:
-    """A run whose rollouts are a stream: `Schedule` with simulated servers, as `RolloutStream` with real ones.
-
-    A group's prompts and rewards take their share of a round's seconds: the prompts on its server, which decodes
-    nothing meanwhile; the rewards beside the servers.
+    A group's prompts take their share of `Speeds.round` on its server, which decodes nothing meanwhile. In a stream its
+    rewards take their share of `Speeds.reward`, beside the servers.
     """
 
     def __init__(self, job: Job, seed: int, steps: int) -> None:
         self.job, self.seed, self.now = job, seed, 0.0
-        self.servers = [_Server(job.slots, job.speeds.decode) for _ in range(job.servers)]
+        self.servers = [Server(job.slots, job.speeds.decode) for _ in range(job.servers)]
         self.ends = np.full(job.servers, math.inf)
         """`next_end` of each server; an array, because an event looks at the least of them."""
         self.loads = np.zeros(job.servers, dtype=np.int64)
         """Completions that run or wait on each server."""
-        refills = (job.rounds - 1) * MAX_REFILL * job.prompts
-        self.schedule = Schedule(job.prompts, job.max_staleness, steps, refills, in_order=not job.in_flight)
+        self.schedule = Schedule(
+            job.prompts, job.max_staleness, steps, job.rounds, in_order=not job.in_flight, carry=job.carry
+        )
+        self.reward = job.speeds.reward / (job.prompts if job.max_staleness else 1)
+        """Seconds from a group's last completion to its scores."""
         self.lengths: dict[int, NDArray[np.int64]] = {}
         self.kept: dict[int, bool] = {}
         self.left: dict[int, int] = {}
@@ -418,7 +366,7 @@ class _Stream:
         if not self.left[group]:
             del self.left[group]
             self.generated += int(self.lengths[group].sum())
-            self.scored.append((self.now + self.job.speeds.reward / self.job.prompts, group))
+            self.scored.append((self.now + self.reward, group))
         return None
 
 

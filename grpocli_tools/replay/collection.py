@@ -334,22 +334,22 @@ def collect_again(source: RolloutSource, recorded: RecordedStep) -> CollectedSte
     sampler = _RecordedSampler(source, recorded, prompts)
     leftover = sampler.groups([group.uid for group in recorded.groups if group.is_leftover])
     draws = min((int(g.uid) for g in recorded.groups if not g.is_leftover and g.uid.isdigit()), default=0)
-    collector = make_collector(source.run, sampler, sampler.draw, draws, leftover, UNWATCHED)
+    collector = make_collector(source.run, sampler, sampler.draw, UNWATCHED)
     batch, problem = None, ""
     try:
         if source.run.rollout.max_staleness:  # of a stream, whose order of groups depends on a clock
             groups = sampler.groups([group.uid for group in recorded.groups])
             wanted = dict(zip((group.uid for group in groups), collector.kept(groups), strict=True))
             sampled = SampledGroups(
-                kept=[group for group in groups if wanted[group.uid]],
-                filtered=[group for group in groups if not wanted[group.uid]],
-                all=sorted(groups, key=lambda group: int(group.uid)),
-                rounds=1,
+                sorted(groups, key=lambda group: int(group.uid)), [group for group in groups if not wanted[group.uid]]
             )
-            batch = collector.end_step(sampled)
+            batch = collector.end_step([group for group in groups if wanted[group.uid]], sampled)
             batch = replace(batch, metrics=batch.metrics | staleness(batch.groups, recorded.step))
         else:
-            batch = collector.collect()
+            ready = {int(group.uid): recorded.step - 1 for group in leftover}
+            collector.leftover, collector.schedule.step = leftover, recorded.step - 1
+            collector.schedule.restore([], ready, draws)
+            batch = collector.collect(recorded.step)
     except GrpoError as error:
         problem = str(error)
     sampler.groups([group.uid for group in recorded.groups if group.uid not in sampler.found])

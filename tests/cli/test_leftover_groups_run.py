@@ -12,7 +12,7 @@ import torch
 from cli.running import assert_same_run, killed_after, metrics, run_here
 
 from grpocli.runs.rollouts import read_rollouts
-from grpocli.training.stream import LEFTOVER_FILE
+from grpocli.training.stream import STREAM_FILE
 
 pytestmark = pytest.mark.processes
 
@@ -80,8 +80,8 @@ def test_leftover_groups_are_one_version_old_and_survive_a_resume(tmp_path: Path
     assert rows[first - 1]["weight_version"] == first
 
     before = f"step_{first - 1:06d}"
-    saved = torch.load(whole / "checkpoints" / before / LEFTOVER_FILE, weights_only=True)
-    assert len(saved) == carried / 2
+    saved = torch.load(whole / "checkpoints" / before / STREAM_FILE, weights_only=True)
+    assert len(saved["ended"]) == carried / 2
     killed = killed_after(first - 1, whole, tmp_path / "killed")
     assert run_here("train", f"resume={killed}") == 0
     assert_same_run(killed, whole)

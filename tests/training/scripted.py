@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from composed import built
 
@@ -11,6 +12,7 @@ from grpocli.progress import UNWATCHED, Watch
 from grpocli.rewards.scorer import RewardStats, Scorer, ScoreStats
 from grpocli.rewards.text_match import ExactMatch
 from grpocli.training.collector import Collector
+from grpocli.training.schedule import Schedule
 from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Sampling
 
 IDS = [5, 6, 7, 8, 9, 10]
@@ -70,13 +72,17 @@ def prompt(number: int) -> Prompt:
     return Prompt(str(number), [1], "p")
 
 
-def collector_of(sampler: Scripted, *overrides: str, prompts: int = 3) -> Collector:
+def collector_of(sampler: Scripted, *overrides: str, prompts: int = 3, **scheduling: Any) -> Collector:
+    algorithm = built(*overrides)
+    keep = algorithm.keep
+    made = {"max_staleness": 0, "steps": 99, "max_rounds": keep.max_rounds, "carry": keep.surplus == "carry"}
+    schedule = Schedule(prompts, **{**made, **scheduling})
     return Collector(
         sampler=sampler,  # type: ignore[arg-type]
-        algorithm=built(*overrides),
+        algorithm=algorithm,
         draw=prompt,
         reward_weights=dict.fromkeys(sampler.names, 1.0),
-        prompts_per_step=prompts,
+        schedule=schedule,
         group_size=2,
         sampling=Sampling(len(IDS)),
         seed=0,

@@ -18,7 +18,6 @@ from grpocli.progress import Watch
 from grpocli.runs.rollouts import read_rollouts, write_rollouts
 from grpocli.training.collector import Collector, records_of, status_of, tool_use
 from grpocli.training.packing import rows_of
-from grpocli.training.stream import RolloutState
 from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Row
 
 NAN = float("nan")
@@ -37,11 +36,11 @@ def test_constant_groups_are_replaced_by_others() -> None:
     made, sampler = collector([MIXED, FLAT, FLAT, FLAT, MIXED, MIXED], "algorithm=dapo")
     reports: list[str] = []
     made.watch = Watch(lambda done, total, unit, detail="": reports.append(detail))
-    got = made.collect()
+    got = made.collect(1)
     assert reports == ["token 3", "round 2, 1 of 3 groups kept, token 3"]
     assert uids(got.groups) == ["0", "4", "5"]
     assert sampler.asked == [3, 6]  # two groups are missing and one of three was kept, so six should give two
-    assert made.draws == 9
+    assert made.schedule.draws == 9
     assert (got.metrics["sampling/rounds"], got.metrics["sampling/kept"]) == (2, 3)
     assert got.metrics["sampling/acceptance"] == pytest.approx(4 / 9)
     assert got.metrics["time/reward"] == 2
@@ -51,34 +50,34 @@ def test_constant_groups_are_replaced_by_others() -> None:
 
 def test_the_size_of_a_refill_follows_the_kept_share_of_the_step() -> None:
     made, sampler = collector([FLAT, MIXED, MIXED, FLAT, FLAT, MIXED], "algorithm=dapo")
-    made.collect()
+    made.collect(1)
     assert sampler.asked == [3, 2, 3]  # one is missing; two of three were kept, then two of five
     made, sampler = collector([*[FLAT] * 15, *[MIXED] * 9], "algorithm=dapo")
-    made.collect()
+    made.collect(1)
     assert sampler.asked == [3, 9, 12]  # zero kept counts as one; at most four steps' prompts
 
 
 def test_a_step_ends_when_its_rounds_are_used_up() -> None:
     made, sampler = collector([MIXED, *[FLAT] * 99], "algorithm=dapo", "algorithm.keep.max_rounds=4")
-    got = made.collect()
+    got = made.collect(1)
     assert (uids(got.groups), sampler.asked) == (["0"], [3, 6, 12, 12])
     assert (got.metrics["sampling/rounds"], got.metrics["sampling/kept"]) == (4, 1)
     made, _ = collector([FLAT], "algorithm=dapo")
-    assert tuple(made.advantages(made.collect().groups).shape) == (0, 2)
+    assert tuple(made.advantages(made.collect(1).groups).shape) == (0, 2)
 
 
 def test_a_step_without_enough_groups_may_be_an_error() -> None:
     made, _ = collector([FLAT], "algorithm=dapo", "algorithm.keep.on_exhausted=error")
     with pytest.raises(RunError, match=r"algorithm\.keep\.max_rounds=10: only 0 of 3 prompts"):
-        made.collect()
+        made.collect(1)
 
 
 def test_leftover_groups_are_trained_in_the_next_step() -> None:
     made, sampler = collector([FLAT, MIXED], "algorithm=dapo", "algorithm.keep.surplus=carry")
-    first = made.collect()
+    first = made.collect(1)
     assert sampler.asked == [3, 6]
     assert (uids(first.groups), uids(made.leftover)) == (["1", "3", "5"], ["7"])
-    second = made.collect()
+    second = made.collect(2)
     assert sampler.asked[2] == 2  # the leftover group is one of the three
     assert uids(second.groups)[:2] == ["7", "9"]
     assert second.metrics["sampling/carried"] == 1
@@ -87,33 +86,16 @@ def test_leftover_groups_are_trained_in_the_next_step() -> None:
 
 
 def test_leftover_groups_never_wait_for_more_than_one_step() -> None:
-    made, sampler = collector([*[FLAT] * 6, *[MIXED] * 9], "algorithm=dapo", "algorithm.keep.surplus=carry")
-    made.prompts_per_step = 2
-    made.collect()
+    sampler = Scripted([*[FLAT] * 6, *[MIXED] * 9])
+    made = collector_of(sampler, "algorithm=dapo", "algorithm.keep.surplus=carry", prompts=2)
+    made.collect(1)
     assert (sampler.asked, uids(made.leftover)) == ([2, 4, 8], ["8", "9"])  # 2 of 8 are trained on, 2 are leftover
-    got = made.collect()
+    got = made.collect(2)
     assert sampler.asked == [2, 4, 8], "nothing is sampled if there are enough leftover groups"
     assert uids(got.groups) == ["8", "9"]
     assert (got.metrics["sampling/rounds"], got.metrics["sampling/kept"]) == (0, 2)
     assert got.metrics["reward"] == 0.5
     assert made.leftover == []
-
-
-def test_leftover_groups_that_do_not_fit_a_changed_config_are_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    made, _ = collector([*[FLAT] * 3, *[MIXED] * 9], "algorithm=dapo", "algorithm.keep.surplus=carry")
-    made.collect()
-    RolloutState.of(made).save(tmp_path)
-
-    def load(size: int = 2, rewards: Sequence[str] = ("r",), drawn: Any = prompt) -> list[Group]:
-        return RolloutState.load(tmp_path, made.draws, drawn, size, rewards).leftover
-
-    assert load() == made.leftover
-    assert (len(made.leftover), caplog.text) == (3, "")
-    other_seed = load(drawn=lambda number: Prompt(str(number), [2], "p"))
-    assert load(size=4) == load(rewards=["r", "format"]) == other_seed == []
-    assert "3 leftover groups are left out" in caplog.text
 
 
 def test_groups_are_kept_by_the_accuracy_reward_of_their_task() -> None:
@@ -150,16 +132,16 @@ def test_a_collector_uses_the_accuracy_reward_of_each_groups_task() -> None:
         sampler.names = ("r", "judge")
         made = collector_of(sampler, "algorithm=dapo", "algorithm.keep.max_rounds=1")
         made.accuracy_rewards = {"": accuracy}
-        assert len(made.collect().groups) == kept
+        assert len(made.collect(1).groups) == kept
 
 
 def test_reward_errors_are_compared_with_a_whole_step() -> None:
     made, sampler = collector([FLAT, MIXED], "algorithm=dapo", "algorithm.keep.max_rounds=1")
     made.group_size, sampler.errors = 4, 1
-    made.collect()  # 1 of 12
+    made.collect(1)  # 1 of 12
     sampler.errors = 2
     with pytest.raises(RewardError, match=r"could not score 2 of 12 samples.*max_reward_errors=0\.1.*a reason"):
-        made.collect()
+        made.collect(2)
 
 
 def trls_metrics(lengths: list[int], cut: list[bool], rewards: list[float], prompts: list[int]) -> dict[str, float]:
@@ -196,7 +178,7 @@ def test_metrics_of_completions_equal_those_of_trl() -> None:
     made.draw = prompts.__getitem__
     written = [n - (k % 2 == 0) for k, n in enumerate(lengths)]
     expected = trls_metrics(written, cut, rewards, [2, 2, 7, 7, 4, 4])
-    found = made.collect().metrics
+    found = made.collect(1).metrics
     assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
@@ -240,7 +222,7 @@ def recorded(
     made, found = collector_of(sampler, *overrides), []
     for step in range(1, n + 1):
         sampler.version = step
-        batch = made.collect()
+        batch = made.collect(1)
         rows = rows_of(batch.groups, made.advantages(batch.groups), made.algorithm, step)
         records = records_of(batch, rows, made.algorithm, made.reward_weights, step)
         write_rollouts(path / "rollouts.parquet", records, step)
@@ -260,12 +242,12 @@ def test_every_completion_has_a_status(tmp_path: Path) -> None:
     kinds = {tuple(status for _, status in seen[uid]) for uid in mixed}
     assert ("carried", "trained") in kinds
     assert kinds <= {("trained",), ("carried", "trained"), ("carried",), ("surplus",)}
-    assert sorted(map(int, seen)) == list(range(made.draws)), "every drawn group is in a file"
+    assert sorted(map(int, seen)) == list(range(made.schedule.draws)), "every drawn group is in a file"
     for uid in mixed:
         (first, *later) = [step for step, _ in seen[uid]]
         assert later in ([], [first + 1])
     made.keeps_untrained = False
-    assert made.collect().untrained == [], "only the main process keeps discarded groups"
+    assert made.collect(1).untrained == [], "only the main process keeps discarded groups"
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,9 @@ class Driven:
         return [number for batch in self.batches for number in batch]
 
 
-def driven(prompts: int, staleness: int, steps: int, *, kept: float = 1.0, refill: int = 10**6, **more) -> Driven:
+def driven(prompts: int, staleness: int, steps: int, *, kept: float = 1.0, rounds: int = 10**6, **more) -> Driven:
     in_order = more.pop("in_order", False)
-    return Driven(Schedule(prompts, staleness, steps, refill, in_order), kept, **more).run(1, steps)
+    return Driven(Schedule(prompts, staleness, steps, rounds, in_order), kept, **more).run(1, steps)
 
 
 @given(st.sampled_from(SHAPES), st.integers(0, 9999), st.sampled_from([1.0, 0.5, 0.2]), st.booleans(), st.booleans())
@@ -115,10 +115,10 @@ def test_in_order_and_without_running_groups_at_a_sync_no_clock_decides(kept: fl
 
 
 def test_after_many_rejections_a_batch_is_smaller() -> None:
-    done = driven(4, 1, 3, kept=0.0, refill=6)
+    done = driven(4, 1, 3, kept=0.0, rounds=2)
     assert done.batches == [[], [], []]
-    assert len(done.rejected) <= 3 * (6 + 2 * 4)
-    some = driven(4, 1, 30, kept=0.3, refill=4)
+    assert len(done.rejected) <= 3 * (4 * 4 + 2 * 4)
+    some = driven(4, 1, 30, kept=0.1, rounds=2)
     assert {len(batch) for batch in some.batches} > {4}
 
 

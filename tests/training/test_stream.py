@@ -16,7 +16,7 @@ from training.scripted import FLAT, MIXED, Scripted, collector_of, prompt
 
 from grpocli.errors import EngineError, EngineGone, RewardError
 from grpocli.rewards.scorer import RewardStats, ScoreStats
-from grpocli.training.collector import Collector, RolloutBatch
+from grpocli.training.collector import RolloutBatch
 from grpocli.training.stream import EndedGroup, RolloutState, RolloutStream
 from grpocli.types import Completion, Group, Prompt, Request, Rollout
 
@@ -78,27 +78,25 @@ class ScriptedStream(Scripted):
         return found
 
 
-def collector(sampler: ScriptedStream, *overrides: str) -> Collector:
-    return collector_of(sampler, *overrides, prompts=2)
-
-
 def never() -> None:
     pytest.fail("nothing was lost")
 
 
 @contextmanager
 def streaming(
-    made: Collector,
+    sampler: ScriptedStream,
+    *overrides: str,
     staleness: int = 1,
-    *,
     steps: int = 99,
     in_flight: bool = True,
     order: str = "ready",
     done: int = 0,
     saved: RolloutState | None = None,
 ) -> Iterator[RolloutStream]:
-    rollout = SimpleNamespace(max_staleness=staleness, in_flight=in_flight, order=order)
-    stream = RolloutStream(made, Alone(), rollout, steps, done, saved or RolloutState(0))  # type: ignore[arg-type]
+    rollout = SimpleNamespace(max_staleness=staleness, in_flight=in_flight)
+    in_order = order == "request" or not in_flight
+    made = collector_of(sampler, *overrides, prompts=2, max_staleness=staleness, steps=steps, in_order=in_order)
+    stream = RolloutStream(made, Alone(), rollout, done, saved or RolloutState(0))  # type: ignore[arg-type]
     try:
         yield stream
     finally:
@@ -118,7 +116,7 @@ def uids(batch: RolloutBatch) -> list[int]:
 
 def test_in_flight_a_step_takes_what_has_ended_and_versions_are_recorded() -> None:
     sampler = ScriptedStream()
-    with streaming(collector(sampler), staleness=2) as stream:
+    with streaming(sampler, staleness=2) as stream:
         sampler.version = 1
         threading.Thread(target=lambda: sampler.end(2, 1)).start()
         first = stream.batch(1, never)
@@ -136,7 +134,7 @@ def test_in_flight_a_step_takes_what_has_ended_and_versions_are_recorded() -> No
 
 def test_without_in_flight_a_sync_waits_for_running_groups() -> None:
     sampler = ScriptedStream()
-    with streaming(collector(sampler), in_flight=False) as stream:
+    with streaming(sampler, in_flight=False) as stream:
         sampler.version = 1
         threading.Thread(target=lambda: sampler.end(1, 0)).start()
         assert uids(stream.batch(1, never)) == [0, 1], "in the order of the prompts"
@@ -160,8 +158,8 @@ def test_without_in_flight_a_sync_waits_for_running_groups() -> None:
 
 def test_rejected_groups_are_replaced_one_by_one_and_recorded_once() -> None:
     sampler = ScriptedStream([MIXED, FLAT, MIXED], at_once=True)
-    made = collector(sampler, "algorithm=dapo", "algorithm.keep.surplus=discard")
-    with streaming(made, in_flight=False, steps=4) as stream:
+    dapo = ("algorithm=dapo", "algorithm.keep.surplus=discard")
+    with streaming(sampler, *dapo, in_flight=False, steps=4) as stream:
         batches = []
         for step in (1, 2, 3, 4):
             stream.wait_until_idle(never)
@@ -180,7 +178,7 @@ def test_groups_that_arrive_together_are_scored_together() -> None:
         return first(arrived, max_tokens)
 
     sampler.score = slow  # type: ignore[method-assign]
-    with streaming(collector(sampler), staleness=3) as stream:
+    with streaming(sampler, staleness=3) as stream:
         helper = threading.Thread(target=lambda: (sampler.end(*range(8)), time.sleep(0.2), scoring.set()))
         helper.start()
         stream.batch(1, never)
@@ -193,7 +191,7 @@ def test_groups_that_arrive_together_are_scored_together() -> None:
 def test_an_error_is_raised_once_the_step_lacks_groups(error: BaseException) -> None:
     sampler = ScriptedStream()
     sampler.fails[5] = error
-    with streaming(collector(sampler), staleness=2, order="request") as stream:
+    with streaming(sampler, staleness=2, order="request") as stream:
         threading.Thread(target=lambda: sampler.end(0, 1, 2, 3)).start()
         stream.batch(1, never)
         until(lambda: len(stream.schedule.ready) == 2)
@@ -210,7 +208,7 @@ def test_an_error_is_raised_once_the_step_lacks_groups(error: BaseException) -> 
 def test_too_many_errors_of_a_reward_end_the_run() -> None:
     sampler = ScriptedStream(at_once=True)
     sampler.errors = 2
-    with streaming(collector(sampler)) as stream, pytest.raises(RewardError, match="could not score"):
+    with streaming(sampler) as stream, pytest.raises(RewardError, match="could not score"):
         stream.batch(1, never)
 
 
@@ -224,7 +222,7 @@ def test_the_waiting_trainer_syncs_when_servers_are_lost() -> None:
 
     for wait in ("batch", "idle"):
         sampler.engine.needs_sync, sampler.at_once = wait == "batch", wait == "idle"
-        with streaming(collector(sampler), in_flight=False) as stream:
+        with streaming(sampler, in_flight=False) as stream:
             stream.batch(1, sync)
             if wait == "idle":
                 until(lambda: len(stream.schedule.ready) == 2)
@@ -237,7 +235,7 @@ def test_the_waiting_trainer_syncs_when_servers_are_lost() -> None:
 
 def test_a_checkpoint_has_what_has_ended_and_asks_again_for_the_rest(tmp_path: Path) -> None:
     sampler = ScriptedStream()
-    with streaming(collector(sampler), staleness=2) as stream:
+    with streaming(sampler, staleness=2) as stream:
         threading.Thread(target=lambda: sampler.end(0, 2)).start()
         taken = stream.batch(1, never)
         sampler.end(4)
@@ -250,7 +248,7 @@ def test_a_checkpoint_has_what_has_ended_and_asks_again_for_the_rest(tmp_path: P
     loaded = RolloutState.load(tmp_path, trained.draws, prompt, 2, ["r"])
     assert repr(loaded) == repr(trained)
     again = ScriptedStream(at_once=True)
-    with streaming(collector(again), staleness=2, done=1, saved=loaded, order="request") as stream:
+    with streaming(again, staleness=2, done=1, saved=loaded, order="request") as stream:
         batches = [stream.batch(step, never) for step in (2, 3)]
     assert sorted(uid for batch in batches for uid in uids(batch)) == [1, 3, 4, 5]
 
@@ -260,17 +258,17 @@ def test_what_does_not_fit_a_changed_config_is_sampled_again(tmp_path: Path, cap
     stats = ScoreStats(Counter({"t": 2}), 1.0, {("r", "t"): RewardStats(timeouts=1, first_timeout="why")})
     groups = [Group(prompt(n), [Rollout(prompt(n), done, "t", {"r": float("nan")})] * 2) for n in (4, 6)]
     ended = [EndedGroup(groups[0], stats, True), EndedGroup(groups[1], stats, False)]
-    RolloutState(8, groups[:1], [5], ended).save(tmp_path)
+    RolloutState(8, [5], ended).save(tmp_path)
 
     def load(size: int = 2) -> RolloutState:
         return RolloutState.load(tmp_path, 8, prompt, size, ["r"])
 
-    assert repr(load()) == repr(RolloutState(8, groups[:1], [5], ended))
+    assert repr(load()) == repr(RolloutState(8, [5], ended))
     assert caplog.text == ""
-    assert load(size=3) == RolloutState(8, [], [5, 4, 6], [])
-    assert "2 groups that were sampled ahead are sampled again" in caplog.text
+    assert load(size=3) == RolloutState(8, [5, 4, 6])
+    assert "2 groups that were sampled ahead do not fit the config" in caplog.text
     sampler = ScriptedStream(at_once=True)
-    with streaming(collector(sampler), done=7, saved=load(), order="request") as stream:
+    with streaming(sampler, done=7, saved=load(), order="request") as stream:
         assert "older than rollout.max_staleness" in caplog.text
         batches = [stream.batch(step, never) for step in (8, 9)]
     assert {4, 5} <= {uid for batch in batches for uid in uids(batch)}
@@ -280,8 +278,7 @@ def test_what_does_not_fit_a_changed_config_is_sampled_again(tmp_path: Path, cap
 @pytest.mark.parametrize("surplus", ["discard", "carry"])
 def test_without_a_stream_a_failed_step_is_drawn_again(surplus: str) -> None:
     sampler = ScriptedStream([FLAT, *[MIXED] * 6])
-    made = collector(sampler, "algorithm=dapo", f"algorithm.keep.surplus={surplus}")
-    with streaming(made, staleness=0) as stream:
+    with streaming(sampler, "algorithm=dapo", f"algorithm.keep.surplus={surplus}", staleness=0) as stream:
         stream.batch(1, never)
         before = stream.state(2)
         assert stream.state(1).draws == 0, "a step that was not trained is drawn again"
@@ -293,7 +290,7 @@ def test_without_a_stream_a_failed_step_is_drawn_again(surplus: str) -> None:
         with pytest.raises(EngineError):
             stream.batch(2, never)
         assert stream.state(2) == before
-    assert bool(before.leftover) == (surplus == "carry")
+    assert bool(before.ended) == (surplus == "carry")
 
 
 def test_other_processes_follow_the_main_one() -> None:
@@ -316,14 +313,14 @@ def test_other_processes_follow_the_main_one() -> None:
             return found
 
     box: list[Any] = []
-    barrier, rollout = threading.Barrier(2), SimpleNamespace(max_staleness=1, in_flight=True, order="ready")
+    barrier, rollout = threading.Barrier(2), SimpleNamespace(max_staleness=1, in_flight=True)
     samplers = [ScriptedStream(), ScriptedStream()]
     samplers[0].engine.needs_sync = True
     seen: list[list[Any]] = [[], []]
 
     def run(rank: int) -> None:
-        made = collector(samplers[rank])
-        stream = RolloutStream(made, Linked(rank, box, barrier), rollout, 9, 0, RolloutState(0))  # type: ignore[arg-type]
+        made = collector_of(samplers[rank], prompts=2, max_staleness=1, steps=9)
+        stream = RolloutStream(made, Linked(rank, box, barrier), rollout, 0, RolloutState(0))  # type: ignore[arg-type]
 
         def sync() -> None:
             seen[rank].append("sync")
