@@ -28,9 +28,8 @@ from grpocli.tasks.loading import (
     missing_value,
     need_columns,
 )
-from grpocli.tasks.order import permutation
 from grpocli.tasks.prompts import check_last_turn, fill, in_messages, text_hash, text_of
-from grpocli.tasks.task import BaseTask
+from grpocli.tasks.task import BaseTask, permutation
 from grpocli.types import Message, Text
 
 if TYPE_CHECKING:

@@ -6,7 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import field, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from grpocli.config.parts import Escaped, UserCode, named, nearest, one_of, require, require_part, section
 from grpocli.config.user_code import check_exists
@@ -20,6 +23,14 @@ if TYPE_CHECKING:
 ORDERS = ("shuffled", "file", "difficulty")
 Example = dict[str, Any]
 """`prompt` (a string, or a list of messages with `role` and `content`) and any further columns."""
+Indices: TypeAlias = NDArray[np.int64]
+
+
+def permutation(n: int, *seed: int) -> Indices:
+    """The numbers below n, in an order that depends only on n and the seed."""
+    # numpy guarantees the raw bits of a generator between versions, but not its permutations
+    bits = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(n)
+    return np.argsort(bits, kind="stable")
 
 
 def columns_of(example: Example) -> list[str]:
