@@ -1,7 +1,9 @@
-"""Advantages from the scores of groups. `scores_PG` is [prompts, group]; NaN means no score, advantage 0.
+"""Advantages from the scores of groups, and weights of questions, by which they are multiplied.
 
-An advantage that also depends on the completions' lengths has `needs_lengths` and is called with `lengths_PG`, the
-numbers of tokens in the loss.
+`scores_PG` is [prompts, group], the summed rewards. NaN means that no reward applies to the completion: statistics
+leave it out, and its advantage is 0. An advantage that also depends on the completions' lengths has `needs_lengths` and
+is called with `lengths_PG`, the numbers of tokens in the loss. `accuracy_PG` is the reward that a question weight
+names.
 """
 
 from __future__ import annotations
@@ -9,12 +11,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from grpocli.algorithm.statistics import centred_PG, count_P1, mean_P1, rounding, std_P1
 from grpocli.config.parts import one_of, part, require, section
 from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from grpocli.config.schema import Run
 
 
 @section("algorithm.advantage")
@@ -172,3 +175,91 @@ class Supervised:
 def _divide(centred_PG: Tensor, scale_P1: Tensor, eps: float) -> Tensor:
     """centred / (scale + eps), where 0 / 0 is 0: with eps 0 the advantages of a constant group are 0, too."""
     return (centred_PG / (scale_P1 + eps)).masked_fill(centred_PG == 0, 0.0)
+
+
+@part("algorithm/question_weight", "uniform")
+class Uniform:
+    """Every question has weight 1."""
+
+    reward: str | None = None
+    """Unused; every question weight has this key."""
+
+    def __call__(self, scores_PG: Tensor, accuracy_PG: Tensor) -> Tensor:
+        return scores_PG.new_ones(scores_PG.shape[0])
+
+
+@part("algorithm/question_weight", "difficulty")
+class Difficulty:
+    """N x softmax(-mean accuracy / T) over the N questions whose score is not constant; the others have weight 1.
+
+    A group with mean accuracy 0, or with no accuracy at all, is weighted as if its accuracy were 1, because it
+    contains no correct answer to learn from. DGPO's DQW, MathForge (arXiv 2601.20614).
+    """
+
+    needs_accuracy = True
+
+    temperature: float = 2.0
+    """Softmax temperature; a lower temperature gives hard questions more weight."""
+    reward: str | None = None
+    """Name of the reward used as accuracy. null: the reward used to evaluate the question's task (`eval.reward`, or
+    else the task's first reward)."""
+
+    def __post_init__(self) -> None:
+        require(self, "temperature", 1e-6 <= self.temperature < math.inf, "must be above 0 (at least 1e-6) and finite")
+
+    def check_run(self, run: Run) -> None:
+        """Require a reward of this run."""
+        if self.reward is not None:
+            one_of(self, "reward", run.reward, "one of this run's rewards:")
+
+    def __call__(self, scores_PG: Tensor, accuracy_PG: Tensor) -> Tensor:
+        informative_P = ~constant_P1(scores_PG).squeeze(1)
+        mean_P = mean_P1(accuracy_PG).squeeze(1)
+        unsolved_P = (mean_P == 0) | (count_P1(accuracy_PG).squeeze(1) == 0)
+        logits_P = (-mean_P.masked_fill(unsolved_P, 1.0) / self.temperature).masked_fill(~informative_P, float("-inf"))
+        weights_P = logits_P.softmax(0) * informative_P.sum()
+        return weights_P.where(informative_P, weights_P.new_ones(()))
+
+
+def count_P1(scores_PG: Tensor) -> Tensor:
+    """Number of completions with a score in each group."""
+    return (~scores_PG.isnan()).sum(1, keepdim=True)
+
+
+def mean_P1(scores_PG: Tensor) -> Tensor:
+    """Mean of each group's scores; 0 for a group without scores."""
+    return scores_PG.nan_to_num(nan=0.0).sum(1, keepdim=True) / count_P1(scores_PG).clamp(min=1)
+
+
+def constant_P1(scores_PG: Tensor) -> Tensor:
+    """Whether a group's scores are all equal, so that none of its completions is better than another.
+
+    Equal up to rounding, as the sums of rewards 0.1 + 0.2 and 0.3 + 0.0 are.
+    """
+    lowest_P1 = scores_PG.nan_to_num(nan=float("inf")).amin(1, keepdim=True)
+    highest_P1 = scores_PG.nan_to_num(nan=float("-inf")).amax(1, keepdim=True)
+    size_P1 = scores_PG.nan_to_num(nan=0.0).abs().amax(1, keepdim=True)
+    return highest_P1 - lowest_P1 <= rounding(size_P1)
+
+
+def rounding(size: Tensor) -> Tensor:
+    """Largest rounding difference of equal sums of numbers of this size."""
+    import torch
+
+    return 8 * torch.finfo(size.dtype).eps * size
+
+
+def centred_PG(scores_PG: Tensor) -> Tensor:
+    """score - group mean; exactly 0 without a score or in a constant group.
+
+    The mean of equal numbers may differ from them by a rounding error, which a division by 0 + eps would amplify. So
+    constant groups are set to 0.
+    """
+    centred = scores_PG - mean_P1(scores_PG)
+    return centred.masked_fill(scores_PG.isnan() | constant_P1(scores_PG), 0.0)
+
+
+def std_P1(scores_PG: Tensor) -> Tensor:
+    """Sample standard deviation (ddof 1) of each group; 0 for fewer than two scores."""
+    squares_P1 = centred_PG(scores_PG).square().sum(1, keepdim=True)
+    return (squares_P1 / (count_P1(scores_PG) - 1).clamp(min=1)).sqrt()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from grpocli.algorithm.advantage import NoAdvantage
+from grpocli.algorithm.advantage import NoAdvantage, centred_PG, constant_P1, rounding, std_P1
 from grpocli.algorithm.aggregate import Totals
 from grpocli.algorithm.contract import check_rows, checked_rewards, try_part
 from grpocli.algorithm.keep import SCORE, Dynamic
 from grpocli.algorithm.kl import KL
 from grpocli.algorithm.metrics import loss_metrics
 from grpocli.algorithm.objective import loss_and_flags
-from grpocli.algorithm.statistics import centred_PG, constant_P1, rounding, std_P1
 from grpocli.config.parts import one_of, part, require
 from grpocli.errors import ConfigError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from grpocli.algorithm.statistics import constant_P1
+from grpocli.algorithm.advantage import constant_P1
 from grpocli.config.parts import one_of, part, require
 
 if TYPE_CHECKING:

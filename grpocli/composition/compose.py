@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 PART_MODULES = {
     "": "hardware",
-    "algorithm": "advantage aggregate algorithm correction entropy keep kl objective question_weight tokens",
+    "algorithm": "advantage aggregate algorithm correction entropy keep kl objective",
     "config": "schema",
     "environments": "environment",
     "models": "loading tiny",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from grpocli.algorithm.statistics import constant_P1, count_P1, std_P1
+from grpocli.algorithm.advantage import constant_P1, count_P1, std_P1
 from grpocli.environments.tools import UNKNOWN
 from grpocli.errors import RewardError
 from grpocli.models.loading import end_token_ids

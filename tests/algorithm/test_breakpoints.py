@@ -8,9 +8,9 @@ import pytest
 import torch
 from composed import built
 
+from grpocli.algorithm.advantage import constant_P1
 from grpocli.algorithm.kl import K1, K2, K3
 from grpocli.algorithm.objective import Cispo, Clip
-from grpocli.algorithm.statistics import constant_P1
 
 NEAR = 1e-6
 NAN = float("nan")

@@ -12,13 +12,22 @@ from typing import Any
 import pytest
 import torch
 
-from grpocli.algorithm.advantage import BatchStd, Center, LeaveOneOut, Mad, MaxRL, NoAdvantage, ReinforcePlusPlus, Std
+from grpocli.algorithm.advantage import (
+    BatchStd,
+    Center,
+    Difficulty,
+    LeaveOneOut,
+    Mad,
+    MaxRL,
+    NoAdvantage,
+    ReinforcePlusPlus,
+    Std,
+)
 from grpocli.algorithm.aggregate import Constant, SequenceMean, TokenMean, Totals
 from grpocli.algorithm.algorithm import PARTS
 from grpocli.algorithm.correction import Preset, SequenceMask, SequenceTruncate, TokenMask, TokenTruncate
 from grpocli.algorithm.kl import K1, K2, K3
 from grpocli.algorithm.objective import Cispo, Clip, Dppo, Geometric, Mirror, Sapo
-from grpocli.algorithm.question_weight import Difficulty
 from grpocli.composition.compose import build_run, compose, register_parts
 from grpocli.config.parts import CLASSES, choices_of
 from grpocli_tools.explain.explanation import explanation, part_section
