@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.environments.environment import EnvironmentConfig
-from grpocli.rewards.math import Math
 from grpocli.rewards.reward import Sample
+from grpocli.rewards.rule_based import Math
 from grpocli.rollout.engine import OnGroup, ignore_group
 from grpocli.rollout.multi_turn import MultiTurnEngine
 from grpocli.sandbox.backends import backend_named, interpreter, no_isolation, select_backend

@@ -39,7 +39,7 @@ PART_MODULES = {
     "config": "schema",
     "environments": "environment",
     "models": "loading tiny",
-    "rewards": "code judge length math python reward reward_model text_match",
+    "rewards": "code judge length python reward reward_model rule_based",
     "rollout": "fake_engine sync_config transformers_engine vllm.config vllm.engine_parts",
     "tasks": "generated table task",
     "tracking": "trackers",

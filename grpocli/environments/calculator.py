@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from grpocli.environments.environment import Step
-from grpocli.rewards.text_match import last_number
+from grpocli.rewards.rule_based import last_number
 from grpocli.types import Message
 
 CALL = re.compile(r"<<([^<>]*)>>")

@@ -7,8 +7,7 @@ from contextlib import closing
 import pytest
 
 from grpocli.answers.final_answer import answer_expression, final_answer
-from grpocli.rewards.math import Math
-from grpocli.rewards.text_match import ExactMatch, Number
+from grpocli.rewards.rule_based import ExactMatch, Math, Number
 
 MARKS = [
     ("<think>a 7</think><answer>5</answer>", "5"),

@@ -16,9 +16,8 @@ import pytest
 from cli.family import wait_gone
 
 from grpocli.errors import RunError
-from grpocli.rewards.math import Math
 from grpocli.rewards.reward import Failure, Forfeit, Overrun
-from grpocli.rewards.text_match import Format
+from grpocli.rewards.rule_based import Format, Math
 from grpocli.rewards.worker_pool import PoolClosed, WorkerPool
 
 pytestmark = pytest.mark.processes

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpocli.errors import ConfigError
-from grpocli.rewards.text_match import Number
+from grpocli.rewards.rule_based import Number
 from grpocli.tasks.generated import HELD_OUT, OPERATIONS, Arithmetic, Generated, LetterCounting, is_held_out
 
 

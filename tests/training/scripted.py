@@ -9,8 +9,8 @@ from typing import Any
 from composed import built
 
 from grpocli.progress import UNWATCHED, Watch
+from grpocli.rewards.rule_based import ExactMatch
 from grpocli.rewards.scorer import RewardStats, Scorer, ScoreStats
-from grpocli.rewards.text_match import ExactMatch
 from grpocli.training.collector import Collector
 from grpocli.training.schedule import Schedule
 from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Sampling

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from grpocli.config.schema import Eval, StopAt
+from grpocli.rewards.rule_based import ExactMatch
 from grpocli.rewards.scorer import ScoreStats
-from grpocli.rewards.text_match import ExactMatch
 from grpocli.training.accuracy import AccuracyRewards, Evaluator, eval_seeds, problem_id
 from grpocli.types import Completion, Group, Prompt, Rollout, Sampling
 

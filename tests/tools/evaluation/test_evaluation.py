@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from grpocli.composition.compose import build_run, compose
-from grpocli.rewards.math import Math
 from grpocli.rewards.reward import Sample
-from grpocli.rewards.text_match import Number
+from grpocli.rewards.rule_based import Math, Number
 from grpocli.tasks.prompt_source import doubtful_choices
 from grpocli.training.accuracy import AccuracyRewards, majority, pass_at_k
 from grpocli.types import Completion, Group, Prompt, Rollout

@@ -1,4 +1,4 @@
-"""The rewards exact_match and number."""
+"""The rewards math, exact_match and number on accepted answers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from grpocli.errors import ConfigError
-from grpocli.rewards.math import Math
 from grpocli.rewards.reward import Correctness, Failure, read_written
-from grpocli.rewards.text_match import ExactMatch, Number
+from grpocli.rewards.rule_based import ExactMatch, Math, Number
 
 
 @pytest.mark.parametrize(
