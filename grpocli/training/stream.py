@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -146,6 +147,8 @@ class RolloutStream:
         self._arrived: deque[tuple[int, Sequence[Completion]]] = deque()
         """Groups to score."""
         self._ended: dict[int, EndedGroup] = {}
+        self._lengths: list[int] = []
+        """Tokens of the completions that have ended since the last batch."""
         self._untrained: list[tuple[Status, Group]] = []
         """Of the last batch."""
         self._scoring: Future[None] | None = None
@@ -276,9 +279,12 @@ class RolloutStream:
             reduce(ScoreStats.add_round, (one.stats for one in every), ScoreStats()),
         )
         batch = self.collector.end_step([one.group for one in kept], sampled)
-        waiting = {"stream/ready": float(len(self.schedule.ready)), "stream/running": float(len(self.schedule.running))}
+        metrics = {"stream/ready": float(len(self.schedule.ready)), "stream/running": float(len(self.schedule.running))}
+        if (trained := _lengths(batch.groups)) and self._lengths:
+            metrics["stream/length_bias"] = statistics.fmean(trained) - statistics.fmean(self._lengths)
+        self._lengths = []
         self._untrained = batch.untrained  # for the main process's rollout file alone
-        return replace(batch, untrained=[], metrics=batch.metrics | waiting | staleness(batch.groups, step))
+        return replace(batch, untrained=[], metrics=batch.metrics | metrics | staleness(batch.groups, step))
 
     def _start(self) -> None:
         """Start the groups that the schedule wants. Needs `_changed`, because tokenizers are not thread-safe."""
@@ -330,6 +336,7 @@ class RolloutStream:
                     del self._prompts[one.number]
                     self._ended[one.number] = one
                     self.schedule.end(one.number, one.version, one.kept)
+                self._lengths += _lengths([one.group for one in ended])
                 self._start()
                 self._changed.notify_all()
 
@@ -350,6 +357,10 @@ class _Failure:
         message = str(error) if isinstance(error, GrpoError) else f"{type(error).__name__}: {error}"
         kinds = (ServiceGone, RewardError)  # after which all processes save a checkpoint
         return cls(next((kind for kind in kinds if isinstance(error, kind)), RunError)(message))
+
+
+def _lengths(groups: Sequence[Group]) -> list[int]:
+    return [rollout.completion.written for group in groups for rollout in group.rollouts]
 
 
 # A saved state

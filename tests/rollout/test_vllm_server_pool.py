@@ -33,6 +33,9 @@ class Vllm(StandIn):
         self.answer = self.respond
 
     def respond(self, path: str, body: Any) -> tuple[int, Any]:
+        if path == "/metrics":
+            counts = {"generation_tokens_total": 2 * len(self.asked), "num_requests_running": 3.0}
+            return 200, "".join(f'vllm:{name}{{engine="0"}} {n}\n' for name, n in counts.items()).encode()
         if path != "/inference/v1/generate":
             return (200 if self.lives != 0 else 503), {}
         prompt, n = body["token_ids"][0], body["sampling_params"]["n"]
@@ -130,6 +133,23 @@ def test_only_a_dead_servers_unanswered_requests_are_repeated(serve: Callable[..
     assert waiting.waited == [0]
 
 
+def test_a_sync_measures_what_each_server_did_since_the_last_one(serve: Callable[..., Vllm]) -> None:
+    servers = [serve(seconds=0.2), serve(seconds=0.1)]
+    engine, _ = engine_of(servers, Comes(serve()))
+    start = time.monotonic()
+    assert not [name for name in engine.sync(4) if name.startswith("server/")], "nothing was sampled before"
+    engine.generate(requests(4), Sampling(2))
+    metrics = engine.sync(5)
+    seconds = time.monotonic() - start
+    for number, server in enumerate(servers):
+        assert 2 * len(server.asked) / seconds < metrics[f"server/{number}/tokens_per_second"]
+        assert 0 <= metrics[f"server/{number}/idle"] < 0.9
+        assert (metrics[f"server/{number}/running"], metrics[f"server/{number}/waiting"]) == (3, 0)
+    engine.pool.clients[0].gone("as if it had died")
+    assert not [name for step in (6, 7) for name in engine.sync(step) if name.startswith("server/0/")]
+    assert engine.sync(8)["server/0/idle"] == 1, "another server is in its place"
+
+
 def test_the_answers_of_a_dead_server_are_kept(serve: Callable[..., Vllm]) -> None:
     """The next server is synced to the same version and gets only the unanswered requests."""
     dies, dies_too, lives = serve(seconds=0.02, lives=3), serve(seconds=0.02, lives=4), serve()
@@ -198,6 +218,9 @@ def test_answers_during_a_failed_sync_are_discarded(serve: Callable[..., Vllm]) 
     go_on, asked = threading.Event(), threading.Event()
 
     def answer(path: str, body: Any) -> tuple[int, Any]:
+        if path == "/metrics":
+            counts = {"generation_tokens_total": 2 * len(self.asked), "num_requests_running": 3.0}
+            return 200, "".join(f'vllm:{name}{{engine="0"}} {n}\n' for name, n in counts.items()).encode()
         if path != "/inference/v1/generate":
             return 400, {"error": "no such weights"}
         asked.set()

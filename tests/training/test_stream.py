@@ -130,6 +130,7 @@ def test_in_flight_a_step_takes_what_has_ended_and_versions_are_recorded() -> No
     assert (done.version, done.spans) == (1, [(1, 1), (2, 1)])
     assert second.metrics["staleness/0"] == second.metrics["staleness/1"] == second.metrics["staleness/mean"] == 0.5
     assert second.metrics["staleness/max"] == 1
+    assert second.metrics["stream/length_bias"] == 0
 
 
 def test_without_in_flight_a_sync_waits_for_running_groups() -> None:

@@ -16,7 +16,7 @@ import re
 import ssl
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from pathlib import Path
@@ -52,7 +52,7 @@ GENERATE = "/inference/v1/generate"  # token ids in, token ids out
 REPEATABLE = (GENERATE, "/pause", "/resume", "/reset_prefix_cache", "/update_weight_version")
 """Requests besides GET that may be retried; with fixed seeds completions are the same."""
 PAUSED = "Generation is paused"  # with 503, the answer of vLLM 0.33 to a request during a pause; 0.32 holds the request
-TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+COUNTED = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
 class RequestRefused(EngineError):
@@ -190,7 +190,8 @@ class ServerClient:
             self._next_check = time.monotonic() + CHECK
             if await _health(http) is False:
                 raise self.gone(f"{self.where} died during {path}{self.endpoint.cause()}")
-            tokens = await _tokens_computed(http)
+            counts = await _counts(http)
+            tokens = counts["prompt_tokens_total"] + counts["generation_tokens_total"]
             if tokens != self._tokens:
                 self._last_sign, self._tokens = time.monotonic(), tokens
         if time.monotonic() >= max(began, self._last_sign) + self.timeout:
@@ -226,6 +227,15 @@ class ServerClient:
     ) -> Any:
         """The answer's JSON, or what `read` finds in it. once: see `request`."""
         return asyncio.run(self.request("POST", path, body, read, once))
+
+    def counts(self) -> defaultdict[str, float]:
+        """The server's own counts for all clients, by the names of vLLM's metrics; 0 if unknown."""
+
+        async def read() -> defaultdict[str, float]:
+            async with self._http() as http:
+                return await _counts(http)
+
+        return defaultdict(float) if self.lost else asyncio.run(read())
 
     # Completions
 
@@ -405,11 +415,13 @@ async def _health(http: httpx.AsyncClient) -> bool | None:
     return True if answer.is_success else False if answer.status_code == 503 else None
 
 
-async def _tokens_computed(http: httpx.AsyncClient) -> float:
-    """Tokens of prompts and of generations since the server's start, for all clients; 0 if unknown."""
+async def _counts(http: httpx.AsyncClient) -> defaultdict[str, float]:
+    """The server's own counts for all clients, by the names of vLLM's metrics; 0 if unknown."""
+    counts: defaultdict[str, float] = defaultdict(float)
     with contextlib.suppress(httpx.HTTPError):  # the waiting call and `_health` report errors
-        return sum(map(float, TOKENS.findall((await request(http, "GET", "/metrics", CHECK)).text)))
-    return 0.0
+        for name, value in COUNTED.findall((await request(http, "GET", "/metrics", CHECK)).text):
+            counts[name] += float(value)
+    return counts
 
 
 def _message(response: httpx.Response) -> str:

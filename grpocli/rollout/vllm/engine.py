@@ -23,7 +23,7 @@ import torch
 from grpocli.errors import EngineError, EngineGone
 from grpocli.rollout.engine import Engine, Listener, ignore_group
 from grpocli.rollout.sampling import stop_token_ids
-from grpocli.rollout.vllm.client import CHECK, ServerClient, ServerGone, body, completions
+from grpocli.rollout.vllm.client import CHECK, ServerClient, ServerGone, body, call_all, completions
 from grpocli.rollout.vllm.lora import AdapterSync
 from grpocli.rollout.vllm.server_files import Endpoint, run_files
 from grpocli.rollout.vllm.supervisor import Lost, reconnect
@@ -56,13 +56,34 @@ def completions_of(body: dict[str, Any]) -> int:
     return int(body.get("sampling_params", {}).get("n", 1))
 
 
+@dataclass(slots=True)
+class Load:
+    """The requests of this process at one server."""
+
+    completions: int = 0
+    """That were requested and have not arrived."""
+    changed: float = field(default_factory=time.monotonic)
+    """The time of the last change of `completions`."""
+    busy_before: float = 0.0
+    """Seconds with any of them, until then."""
+
+    def add(self, completions: int) -> None:
+        self.busy_before, self.changed = self.busy, time.monotonic()
+        self.completions += completions
+
+    @property
+    def busy(self) -> float:
+        """Seconds with any of them."""
+        return self.busy_before + (time.monotonic() - self.changed if self.completions else 0.0)
+
+
 class ServerPool:
     """The servers of a run in one trainer process. Several threads may call it."""
 
     def __init__(self, clients: list[ServerClient]) -> None:
         """clients: changed when a server is replaced; the syncs hold the same list."""
         self.clients = clients
-        self._outstanding = [0] * len(clients)  # completions that were requested and have not arrived
+        self.loads = [Load() for _ in clients]
         self._connections = asyncio.Semaphore(REQUESTS * len(clients))
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="requests", daemon=True).start()
@@ -95,11 +116,10 @@ class ServerPool:
         limit = max(1, min(REQUESTS, SEQUENCES // max(map(completions_of, bodies.values()))))
         rooms = [asyncio.Semaphore(limit) for _ in self.clients]
         turn = asyncio.Semaphore(limit * len(rooms))  # a request chooses its server only when it can run
-        outstanding = self._outstanding
 
         async def ask(index: int, body: dict[str, Any]) -> Choices | None:
             """The completions; None if the server was lost or replaced before it answered."""
-            outstanding[index] += completions_of(body)
+            self.loads[index].add(completions_of(body))
             try:
                 async with rooms[index]:
                     client = self.clients[index]
@@ -107,12 +127,12 @@ class ServerPool:
             except ServerGone:
                 return None
             finally:
-                outstanding[index] -= completions_of(body)
+                self.loads[index].add(-completions_of(body))
 
         async def one(number: int, body: dict[str, Any]) -> None:
             async with turn, self._connections:
                 while living := [index for index, client in enumerate(self.clients) if client.takes_requests]:
-                    choices = await ask(min(living, key=outstanding.__getitem__), body)
+                    choices = await ask(min(living, key=lambda index: self.loads[index].completions), body)
                     if choices is not None:
                         on_answer(number, choices)
                         return
@@ -177,6 +197,8 @@ class VllmEngine(Engine):
         self._failure: EngineError | None = None  # of the last sync: servers may have any weights
         self._came_back = threading.Condition()  # notified after each sync
         self._waiting = 0  # calls of `sample` that wait for it
+        self._measured: dict[int, tuple[ServerClient, float, float, float]] = {}
+        """At the last sync, each server with the time, its busy seconds and its tokens."""
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore_group
@@ -236,6 +258,7 @@ class VllmEngine(Engine):
 
         Collective. Raises EngineGone in every process if a lost server does not come back.
         """
+        servers = self._server_metrics()
         try:
             metrics = self._sync_all(version)
         except EngineError as error:
@@ -248,7 +271,24 @@ class VllmEngine(Engine):
         with self._came_back:
             self._syncs, self._waiting = self._syncs + 1, 0
             self._came_back.notify_all()
-        return metrics | {"engine/restarts": float(self.restarts)}
+        return metrics | servers | {"engine/restarts": float(self.restarts)}
+
+    def _server_metrics(self) -> dict[str, float]:
+        """What each server has done since the last sync, in the main process; see docs/metrics.md."""
+        clients = self.pool.clients if self.world.is_main else []
+        metrics: dict[str, float] = {}
+        for number, (client, counts) in enumerate(zip(clients, call_all(clients, ServerClient.counts), strict=True)):
+            now, busy, tokens = time.monotonic(), self.pool.loads[number].busy, counts["generation_tokens_total"]
+            before, self._measured[number] = self._measured.get(number), (client, now, busy, tokens)
+            if before and before[0] is client and not client.lost:
+                seconds = now - before[1]
+                metrics |= {
+                    f"server/{number}/tokens_per_second": (tokens - before[3]) / seconds,
+                    f"server/{number}/running": counts["num_requests_running"],
+                    f"server/{number}/waiting": counts["num_requests_waiting"],
+                    f"server/{number}/idle": max(0.0, 1 - (busy - before[2]) / seconds),
+                }
+        return metrics
 
     def _sync_all(self, version: int) -> dict[str, float]:
         """Sync until no server dies meanwhile; the others hold their requests between attempts."""
