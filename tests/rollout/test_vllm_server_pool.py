@@ -218,9 +218,6 @@ def test_answers_during_a_failed_sync_are_discarded(serve: Callable[..., Vllm]) 
     go_on, asked = threading.Event(), threading.Event()
 
     def answer(path: str, body: Any) -> tuple[int, Any]:
-        if path == "/metrics":
-            counts = {"generation_tokens_total": 2 * len(self.asked), "num_requests_running": 3.0}
-            return 200, "".join(f'vllm:{name}{{engine="0"}} {n}\n' for name, n in counts.items()).encode()
         if path != "/inference/v1/generate":
             return 400, {"error": "no such weights"}
         asked.set()
