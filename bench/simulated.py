@@ -92,11 +92,12 @@ CASES = {
 
 
 @contextmanager
-def paced_server() -> Iterator[str]:
-    """The address of a server that sleeps."""
+def paced_server(*options: str) -> Iterator[str]:
+    """The address of a server that sleeps. options: of `bench/paced.py`."""
     with tempfile.TemporaryFile("w+") as out:
         env = {**os.environ, **ONE_THREAD}
-        process = subprocess.Popen([sys.executable, str(PACED)], stdout=out, stderr=subprocess.DEVNULL, env=env)
+        command = [sys.executable, str(PACED), *options]
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL, env=env)
         try:
             deadline = time.monotonic() + START
             while not (url := _address(out.fileno())):

@@ -140,13 +140,13 @@ class Model:
             return 422, {"error": {"message": f"{type(error).__name__}: {error}"}}
 
 
-def main(overrides: list[str]) -> None:
+def main(overrides: list[str], kind: type[Model] = Model) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again at its end
     torch.set_num_threads(1)
     path = build_server_config(compose(overrides, "vllm_serve")).model.prepare(lambda fraction, text: None)
     port, key = free_port(), secrets.token_urlsafe(16)
     with tempfile.TemporaryDirectory(prefix="grpocli-chaos-", dir="/dev/shm") as folder:
-        app = RequireKey(Model(path, Path(folder)), key)
+        app = RequireKey(kind(path, Path(folder)), key)
         Endpoint(f"http://127.0.0.1:{port}", key, folder).save(serve_file(port))
         print(f"serves at http://127.0.0.1:{port}", flush=True)
         config = uvicorn.Config(app, port=port, log_level="critical", lifespan="off")
