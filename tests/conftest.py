@@ -140,13 +140,14 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def grpocli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Runs a command in this process; returns the exit code, stdout and stderr."""
+    """Runs a command in this process; returns the exit code, asserted to be `code`, stdout and stderr."""
     from grpocli.cli import main
 
-    def run(*argv: str) -> tuple[int, str, str]:
+    def run(*argv: str, code: int | None = None) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as exit_:
             main(list(argv))
         output = capsys.readouterr()
+        assert code in (None, exit_.value.code or 0), output.err
         return int(exit_.value.code or 0), output.out, output.err
 
     return run

@@ -40,8 +40,8 @@ def start(*argv: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 300) -> tuple[int, str]:
-    """Wait for a process. Returns its exit code and output, which holds no progress bar of a library.
+def finish(process: subprocess.Popen[str], timeout: float = 300, code: int | None = None) -> tuple[int, str]:
+    """Wait for a process. Returns its exit code, asserted to be `code`, and output without a library's progress bar.
 
     A process that does not end is killed.
     """
@@ -52,6 +52,7 @@ def finish(process: subprocess.Popen[str], timeout: float = 300) -> tuple[int, s
         out, _ = process.communicate()
         raise AssertionError(f"it took longer than {timeout} s:\n{out}") from None
     assert not re.search(r"\d%\||it/s\]", out), out
+    assert code in (None, process.returncode), out
     return process.returncode, out
 
 

@@ -94,8 +94,7 @@ def test_a_callback_ends_a_run_and_a_resume_goes_on(here: Path) -> None:
 
 @pytest.mark.survival
 def test_a_callback_ends_a_run_of_several_processes(here: Path) -> None:
-    code, out = finish(start("train", *RUN, "callbacks=[mine.py:Stop,mine.py:Seen]", "hardware.processes=2"))
-    assert code == 0, out
+    _, out = finish(start("train", *RUN, "callbacks=[mine.py:Stop,mine.py:Seen]", "hardware.processes=2"), code=0)
     assert out.count("the callback mine.py:Stop ends the run: enough") == 1
     assert [row[0] for row in seen(here)].count("after") == 2  # the main process alone calls it
     assert seen(here)[-1] == ["end", 2, "done", True]

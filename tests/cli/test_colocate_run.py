@@ -18,8 +18,7 @@ def test_a_run_of_two_processes_with_lora_syncs_samples_and_finishes(tmp_path: P
     """Each has an engine; test_real_vllm_colocate.py syncs full weights."""
     run = tmp_path / "run"
     options = ["hardware.processes=2", "model.lora.rank=4", "optim.lr=0.01", "sync.tolerance=1e-4"]
-    code, out = finish(start("train", *SMALL, "engine=vllm_colocate", *options, f"hydra.run.dir={run}"))
-    assert code == 0, out
+    _, out = finish(start("train", *SMALL, "engine=vllm_colocate", *options, f"hydra.run.dir={run}"), code=0)
     assert [word for word in NOT_OURS if word in out] == [], out
     rows = metrics(run)
     assert [row["weight_version"] for row in rows] == [1, 2, 3]

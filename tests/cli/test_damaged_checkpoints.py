@@ -100,8 +100,7 @@ def test_resume_fallback_uses_the_previous_checkpoint(grpocli, undisturbed: Path
         "the checkpoint step_000003 was damaged (model.safetensors differs from what was written) "
         "and renamed to damaged_step_000003"
     )
-    code, out, err = grpocli("train", f"resume={run}", "resume_fallback=true")
-    assert code == 0, err
+    _, out, err = grpocli("train", f"resume={run}", "resume_fallback=true", code=0)
     assert f"{sentence}; continuing from {run}/checkpoints/step_000002" in out + err
     assert sentence in (run / "run.log").read_text()
     assert json.loads((run / "sessions.jsonl").read_text().splitlines()[-1])["fallback"] == [sentence]
@@ -162,8 +161,7 @@ def test_a_run_whose_checkpoints_were_deleted_does_not_begin_again(
 
 def test_missing_metrics_are_reported(grpocli, run: Path) -> None:
     (run / "metrics.jsonl").unlink()
-    code, out, err = grpocli("train", f"resume={run}")
-    assert code == 0, err
+    _, out, err = grpocli("train", f"resume={run}", code=0)
     assert f"{run}/metrics.jsonl lacks 3 of the 3 steps done" in out + err
     assert "train.steps=3: 3 steps are done, so none is left; raise it to train on" in out + err
 
@@ -180,8 +178,7 @@ def test_damage_that_the_checksums_have_too_is_found(name: str, damage, grpocli,
     file, index = newest(run) / name, newest(run) / CHECKSUMS
     file.write_bytes(damage(file.read_bytes()))
     index.write_text(json.dumps(json.loads(index.read_text()) | {name: _checksum(file)}))
-    code, said = failed(grpocli, "train", f"resume={run}")
-    assert code == 2
+    said = failed(grpocli, 2, "train", f"resume={run}")
     assert f"resume: the checkpoint {newest(run)} cannot be read" in said
     assert "remove that folder" in said
 

@@ -32,7 +32,6 @@ def test_an_environment_that_cannot_start_gives_a_one_sentence_error(
 ) -> None:
     broken = tmp_path / "env.py"
     broken.write_text("class Env:\n    def reset(self, metadata):\n        raise KeyError('board')\n")
-    code, sentence = failed(grpocli, "train", *SMALL, f"task.environment.name={broken}:{name}")
-    assert code == 2
+    sentence = failed(grpocli, 2, "train", *SMALL, f"task.environment.name={broken}:{name}")
     assert f"task.environment.name={broken}:{name}: " in sentence
     assert said in sentence

@@ -50,8 +50,7 @@ def test_a_run_is_pushed_and_another_machine_goes_on_with_it(hub: StandInHub, tm
 
 def test_a_failed_push_costs_a_run_nothing(hub: StandInHub, tmp_path: Path, grpocli: Grpocli) -> None:
     hub.refuse["/api/models/me/new/commit"] = 400
-    code, out, err = grpocli("train", *RUN, "hub.push=me/new", "hub.checkpoints=true", "hydra.run.dir=one")
-    assert code == 0, err
+    _, out, _ = grpocli("train", *RUN, "hub.push=me/new", "hub.checkpoints=true", "hydra.run.dir=one", code=0)
     assert json.loads((tmp_path / "one" / "summary.json").read_text())["exit"] == "done"
     assert out.count("the checkpoint of step") == 1
     assert "refused by the test" in out
@@ -65,8 +64,7 @@ def test_a_run_that_may_not_be_pushed_does_not_begin(
     hub: StandInHub, monkeypatch: pytest.MonkeyPatch, grpocli: Grpocli
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_reader_token")
-    code, _, err = grpocli("train", *RUN, "hub.push=me/new", "hydra.run.dir=one")
-    assert code == 2
+    _, _, err = grpocli("train", *RUN, "hub.push=me/new", "hydra.run.dir=one", code=2)
     assert "hub.push=me/new: the token may not do this" in err
     assert not Path("one").exists()
 

@@ -110,8 +110,7 @@ def test_a_resume_tells_and_records_what_has_changed(made: Path, run: Path, grpo
     data.write_text(data.read_text() + json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
     code.write_text(CODE.replace("return [", "return [-"))
     shutil.move(made / "model", made / "moved")
-    status, out, err = grpocli("train", f"resume={run}", f"model.path={made}/moved", "train.steps=3")
-    assert status == 0, err
+    _, out, err = grpocli("train", f"resume={run}", f"model.path={made}/moved", "train.steps=3", code=0)
     told = ["the code of reward.f.function has changed", "the content of task.path has changed"]
     assert [line.partition(" since")[0] for line in out.splitlines() if "has changed" in line] == [
         f"warning: {sentence}" for sentence in told
@@ -123,8 +122,7 @@ def test_a_resume_tells_and_records_what_has_changed(made: Path, run: Path, grpo
     }
     assert [sentence.partition(" since")[0] for sentence in second["fallback"]] == told
     words = [f"model.path={made}/other", "train.steps=4", "resume_other_weights=true"]
-    status, out, err = grpocli("train", f"resume={run}", *words)
-    assert status == 0, err
+    _, out, err = grpocli("train", f"resume={run}", *words, code=0)
     assert "warning: the weights of model have changed since the last start" in out
     saved = yaml.safe_load((run / "config.yaml").read_text())
     shutil.rmtree(made / "other")

@@ -21,16 +21,14 @@ def test_a_resume_reports_changes_and_a_finished_run(grpocli, tmp_path: Path, mo
     monkeypatch.setenv("MY_SECRET", SECRET)
     run = tmp_path / "run"
     start = ["train", *SMALL, "train.steps=2", "eval.problems=0", "optim.lr=1e-3", TYPED, f"hydra.run.dir={run}"]
-    code, out, _ = grpocli(*start)
-    assert code == 0
+    _, out, _ = grpocli(*start, code=0)
     assert "changed" not in out
     for name in ("overrides.yaml", "hydra.yaml", "config.yaml"):  # as Hydra would write them
         assert stat.S_IMODE((run / ".hydra" / name).stat().st_mode) == 0o600  # names the environment variable
     assert stat.S_IMODE((run / "config.yaml").stat().st_mode) == 0o600
 
     given = ["train.steps=3", "optim.lr=5e-4", "rollout.stop=['${oc.env:MY_SECRET}',b]"]
-    code, out, _ = grpocli("train", f"resume={run}", *given)
-    assert code == 0
+    _, out, _ = grpocli("train", f"resume={run}", *given, code=0)
     said = [line for line in out.splitlines() if line.startswith("changed ")]
     assert said == [
         "changed optim.lr: 0.001 -> 0.0005",
@@ -48,13 +46,11 @@ def test_a_resume_reports_changes_and_a_finished_run(grpocli, tmp_path: Path, mo
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []  # safe to copy and publish
 
     before = digest(run)
-    code, out, _ = grpocli("train", f"resume={run}")
-    assert code == 0
+    _, out, _ = grpocli("train", f"resume={run}", code=0)
     assert out.strip().endswith("is finished after 3 steps; train.steps=N above 3 trains more")
     assert digest(run) == before
 
-    code, out, _ = grpocli("train", f"resume={run}", "train.steps=4", "algorithm=drgrpo")
-    assert code == 0
+    _, out, _ = grpocli("train", f"resume={run}", "train.steps=4", "algorithm=drgrpo", code=0)
     assert "changed algorithm.advantage: std -> center" in out
     assert "changed algorithm: grpo -> drgrpo" in out
     assert "rewards from now on: exact_match" in out
@@ -73,8 +69,7 @@ def test_a_resume_reports_changes_and_a_finished_run(grpocli, tmp_path: Path, mo
     (run / "summary.json").unlink()
     first, *_ = (run / "sessions.jsonl").read_text().splitlines(keepends=True)
     (run / "sessions.jsonl").write_text(first)
-    code, out, _ = grpocli("train", f"resume={run}", "train.steps=1")
-    assert code == 0
+    _, out, _ = grpocli("train", f"resume={run}", "train.steps=1", code=0)
     assert "the run ended before its first checkpoint and starts again" in out
     assert [row["step"] for row in metrics(run)] == [1]
     assert [path.name for path in (run / "rollouts").iterdir()] == ["step_000001.parquet"]

@@ -41,22 +41,19 @@ def test_a_run_stops_during_an_evaluation(
     assert grpocli(*command, f"hydra.run.dir={undisturbed}")[0] == 0
 
     (tmp_path / "evaluations_left").write_text("0")
-    code, _, err = grpocli(*command, f"hydra.run.dir={run}")
-    assert code == 3
+    _, _, err = grpocli(*command, f"hydra.run.dir={run}", code=3)
     assert f"SIGINT after step 0; resume with: grpocli train resume={run}" in err
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_000000"]
     assert not (run / "metrics.jsonl").exists(), "the stop came before the first step"
 
     (tmp_path / "evaluations_left").write_text("1")  # the evaluation before the first step is repeated
-    code, _, err = grpocli("train", f"resume={run}")
-    assert code == 3
+    _, _, err = grpocli("train", f"resume={run}", code=3)
     assert "SIGTERM after step 1" in err
     assert [row["step"] for row in metrics(run)] == [1]
     assert "eval/accuracy" not in metrics(run)[0]
     assert json.loads((run / "summary.json").read_text())["steps"] == 1
 
-    code, out, _ = grpocli("train", f"resume={run}")
-    assert code == 0, out
+    grpocli("train", f"resume={run}", code=0)
     assert_same_run(run, undisturbed)
     assert "eval/accuracy" in metrics(run)[0]
     for key in ("eval/accuracy_before", "eval/accuracy"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cli.family import Family, wait_for_steps, wait_gone
-from cli.running import SMALL, finish, metrics, start
+from cli.running import SMALL, finish, metrics, run_here, start
 from cli.test_vllm_run import assert_synced
 
 from grpocli.rollout.vllm.server_files import sweep
@@ -19,17 +19,18 @@ pytestmark = [pytest.mark.vllm, pytest.mark.survival]
 RUN = ["train", *SMALL, "engine=vllm", "eval.problems=0"]
 
 
-@pytest.mark.parametrize(("option", "servers"), [("engine.replicas=2", 2), ("rollout.max_staleness=2", 1)])
-def test_a_killed_server_is_replaced(option: str, servers: int, tmp_path: Path) -> None:
-    """Also the only one of a stream, whose groups wait for it."""
+def test_killed_servers_are_replaced(tmp_path: Path) -> None:
+    """Both servers of a stream, whose groups wait for them; test_vllm_server_pool.py loses one of two."""
     family, run, steps = Family(), tmp_path / "run", 6
-    process = start(*RUN, option, f"train.steps={steps}", f"hydra.run.dir={run}")
+    options = ["engine.replicas=2", "rollout.max_staleness=2", f"train.steps={steps}"]
+    process = start(*RUN, *options, f"hydra.run.dir={run}")
     try:
         wait_for_steps(run, 2, process)
         engines = family.engines()
-        assert len(engines) == servers
+        assert len(engines) == 2
         memory = family.memory()
-        os.kill(engines[0], signal.SIGKILL)
+        for engine in engines:
+            os.kill(engine, signal.SIGKILL)
         code, out = family.wait(process)
     finally:
         process.kill()
@@ -39,7 +40,7 @@ def test_a_killed_server_is_replaced(option: str, servers: int, tmp_path: Path) 
     assert len(rows) == steps
     assert_synced(run)
     assert {row["sampling/kept"] for row in rows} == {4}
-    assert rows[-1]["engine/restarts"] == 1
+    assert rows[-1]["engine/restarts"] == 2
     family.assert_gone(memory)
 
 
@@ -82,6 +83,5 @@ def test_two_sharded_processes_use_the_server_of_another_terminal_until_it_is_lo
     sweep()  # as the next start does
     family.assert_gone(memory)
     more = ["engine=transformers", "hardware.processes=1", f"train.steps={done + 2}"]
-    code, out = finish(start("train", f"resume={run}", *more))
-    assert code == 0, out
+    assert run_here("train", f"resume={run}", *more) == 0
     assert [row["step"] for row in metrics(run)] == list(range(1, done + 3))

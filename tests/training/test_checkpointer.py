@@ -58,8 +58,7 @@ def test_rollouts_are_sampled_while_a_checkpoint_is_written(grpocli, tmp_path: P
 
     monkeypatch.setattr(checkpoint, "save", held)
     monkeypatch.setattr(TransformersEngine, "generate", observed)
-    code, _, err = grpocli(*RUN, f"hydra.run.dir={tmp_path / 'run'}")
-    assert code == 0, err
+    grpocli(*RUN, f"hydra.run.dir={tmp_path / 'run'}", code=0)
     assert overlapped == [True]
     assert all((tmp_path / "run" / "checkpoints" / f"step_{k:06d}" / "trainer.json").exists() for k in (2, 3))
     rows = metrics(tmp_path / "run")
@@ -72,8 +71,7 @@ def test_a_full_disk_ends_the_run_before_another_update(grpocli, tmp_path: Path,
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr(checkpoint, "save", full)
-    code, _, err = grpocli(*RUN, f"hydra.run.dir={tmp_path / 'run'}")
-    assert code == 1
+    _, _, err = grpocli(*RUN, f"hydra.run.dir={tmp_path / 'run'}", code=1)
     assert "no space left on the disk" in err
     assert len(metrics(tmp_path / "run")) == 1
 

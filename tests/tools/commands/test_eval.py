@@ -30,8 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_checkpoints_have_the_accuracies_measured_in_training(grpocli, run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ["--run", str(run), "--checkpoints", "all", "--problems", "12", "--samples", "3", "--out", str(out)]
-    code, said, err = grpocli("eval", *words)
-    assert code == 0
+    _, said, err = grpocli("eval", *words, code=0)
     assert "fewer than" not in err
     models = results(out)
     assert [model["name"] for model in models] == ["step 1", "step 2"]
@@ -56,8 +55,7 @@ def test_the_final_model_is_evaluated_on_several_tasks(grpocli, run: Path, tmp_p
     ]
     tasks += ["task.letter_counting.eval_size=4", "rollout.max_prompt_tokens=128", "rollout.max_completion_tokens=8"]
     for model, out in (([f"model.path={run}/model", *tasks], tmp_path / "a"), (["--run", str(run)], tmp_path / "b")):
-        code, _, err = grpocli("eval", *model, "--problems", "6", "--samples", "0", "--out", str(out))
-        assert code == 0, err
+        _, _, err = grpocli("eval", *model, "--problems", "6", "--samples", "0", "--out", str(out), code=0)
         few = "letter_counting has 4 problems to evaluate on, fewer than the 6 asked for"
         assert (few in err) == (out.name == "a")
     (both,), (alone,) = results(tmp_path / "a"), results(tmp_path / "b")

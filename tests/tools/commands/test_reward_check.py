@@ -76,16 +76,14 @@ def test_every_accepted_answer_is_checked(grpocli, tmp_path: Path) -> None:
 
 def test_answers_are_also_scored_in_other_forms(grpocli, tmp_path: Path) -> None:
     words = [*task(tmp_path, ONE, LINES % "0.5"), "--split", "eval", "reward=[number,exact_match]"]
-    code, out, _ = grpocli("reward-check", *words)
-    assert code == 0
+    _, out, _ = grpocli("reward-check", *words, code=0)
     rows = {tuple(line.split()[2:]) for line in out.splitlines() if "jsonl" in line}
     assert ("number", *["3/3"] * 6) in rows
     assert ("exact_match", *["3/3"] * 3) in rows
 
 
 def test_both_splits_are_checked_by_default(grpocli, tmp_path: Path) -> None:
-    code, out, _ = grpocli("reward-check", *task(tmp_path, LINES % "two", LINES % "4"), "reward=[number]")
-    assert code == 1
+    _, out, _ = grpocli("reward-check", *task(tmp_path, LINES % "two", LINES % "4"), "reward=[number]", code=1)
     assert f"jsonl train number: fails on 3 answers, first of row 2 of {tmp_path}/d.jsonl: there is no number" in out
     assert out.count("there is no number") == 1, "one line for all equal failures"
     assert [line.split()[:3] for line in out.splitlines() if "3/3" in line] == [["jsonl", "eval", "number"]] * 2

@@ -57,8 +57,7 @@ def run(tmp_path: Path) -> Path:
     ],
 )
 def test_filters_choose_completions(grpocli, run: Path, options: list[str], expected: list[str]) -> None:
-    code, out, _ = grpocli("rollouts", str(run), *options)
-    assert code == 0
+    _, out, _ = grpocli("rollouts", str(run), *options, code=0)
     assert [line for line in out.splitlines() if line.endswith("[b]")] == [f"{text} [b]" for text in expected]
     assert "user: sums?" in out or "user: words?" in out
 
@@ -93,8 +92,7 @@ def test_completions_are_exported(grpocli, run: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_named(grpocli, run: Path, options: list[str], named: str) -> None:
-    code, _, err = grpocli("rollouts", str(run), *options)
-    assert code == 2
+    _, _, err = grpocli("rollouts", str(run), *options, code=2)
     assert named in err
 
 
@@ -133,8 +131,7 @@ def cells(out: str) -> list[list[str]]:
 
 def test_problems_have_their_samples_and_pass_rates(grpocli, tmp_path: Path) -> None:
     problem_files(tmp_path)
-    code, out, _ = grpocli("rollouts", str(tmp_path), "--problems")
-    assert code == 0
+    _, out, _ = grpocli("rollouts", str(tmp_path), "--problems", code=0)
     assert cells(out) == [
         ["sums", "7", "4", "75.0%", "100.0%", "2", "1+1=?", "[b]now[/b]"],
         ["words", "3", "2", "0.0%", "0.0%", "1", "spell", "it"],
@@ -173,8 +170,7 @@ def test_problems_of_a_damaged_run_say_what_is_unknown(grpocli, tmp_path: Path) 
     (tmp_path / "config.yaml").write_text("{")
     folder = tmp_path / "rollouts"
     (folder / "step_000002.parquet").rename(folder / "step_000003.parquet")
-    code, out, err = grpocli("rollouts", str(tmp_path), "--problems")
-    assert code == 0
+    _, out, err = grpocli("rollouts", str(tmp_path), "--problems", code=0)
     assert len(cells(out)) == 2
     assert "config.yaml cannot be read: the first reward counts" in err
     assert "rollout files of steps 2 are gone: their samples are not counted" in err

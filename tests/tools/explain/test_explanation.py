@@ -156,8 +156,7 @@ def test_the_whole_objective_is_printed(grpocli) -> None:
 
 
 def test_two_objectives_are_compared(grpocli) -> None:
-    code, out, _ = grpocli("explain", "algorithm=grpo", "vs", "algorithm=dapo", "train.epochs=2")
-    assert code == 0
+    _, out, _ = grpocli("explain", "algorithm=grpo", "vs", "algorithm=dapo", "train.epochs=2", code=0)
     assert "left   algorithm=grpo\nright  algorithm=dapo train.epochs=2\n" in out
     assert ["algorithm.objective.high", "0.2", "0.28"] in [line.split() for line in out.splitlines()]
     assert "std_G" not in out, "both divide by the standard deviation"
@@ -262,8 +261,7 @@ def test_a_word_finds_its_key_or_group(reference: ReferenceIndex, word: str, nam
 
 
 def test_the_command_prints_text_markdown_and_json(grpocli) -> None:
-    code, out, _ = grpocli("explain", "train.minibatches", "algorithm/keep")
-    assert code == 0
+    _, out, _ = grpocli("explain", "train.minibatches", "algorithm/keep", code=0)
     assert "train.minibatches\n  Number of optimizer updates per pass.\n" in out
     assert "  TRL          steps_per_generation (default null)\n" in out
     code, out, _ = grpocli("explain", "train.minibatches", "algorithm/keep", "--markdown")
@@ -275,7 +273,6 @@ def test_the_command_prints_text_markdown_and_json(grpocli) -> None:
 
 
 def test_a_foreign_name_gets_its_equivalent(grpocli) -> None:
-    code, out, _ = grpocli("explain", "--from-trl=scale_rewards=batch", "num_generations", "lora_r")
-    assert code == 0
+    _, out, _ = grpocli("explain", "--from-trl=scale_rewards=batch", "num_generations", "lora_r", code=0)
     assert "algorithm/advantage=batch_std" in out
     assert "here         rollout.group_size=VALUE" in out

@@ -204,16 +204,14 @@ PARSED = ["parsed.py", "--", "--model_name_or_path", "a/b", "--learning_rate", "
     ],
 )
 def test_arguments_and_configs_are_read(words, wanted: set[str], said: str, folder: Path, grpocli) -> None:
-    code, text, _ = grpocli("from-trl", *words)
-    assert code == 0
+    _, text, _ = grpocli("from-trl", *words, code=0)
     assert wanted <= set(overrides(text))
     assert said in text
     assert ("after `--`" in text) == (words == ["parsed.py"])
 
 
 def test_a_recipe_is_written_and_only_files_of_from_trl_are_replaced(folder: Path, grpocli) -> None:
-    code, text, _ = grpocli("from-trl", "dapo.yaml", "--out", "recipe/mine.yaml")
-    assert code == 0
+    _, text, _ = grpocli("from-trl", "dapo.yaml", "--out", "recipe/mine.yaml", code=0)
     assert "# grpocli train --config-dir . recipe=mine" in text
     config = compose([f"hydra.searchpath=[file://{folder}]", "recipe=mine", "reward=[math]"])
     assert config.algorithm == compose([*overrides(text), "reward=[math]"]).algorithm
@@ -286,8 +284,7 @@ def test_the_functions_of_a_script_run_from_their_file(folder: Path, grpocli) ->
     text = grpocli("from-trl", "train.py")[1]
     assert "reward=[train_rewards.py:right,train_rewards.py:short]" in overrides(text)
     assert "--rewards train_rewards.py moves the functions of train.py there" in text
-    code, text, _ = grpocli("from-trl", "train.py", "--out", "recipe/mine.yaml")
-    assert code == 0
+    _, text, _ = grpocli("from-trl", "train.py", "--out", "recipe/mine.yaml", code=0)
     own = folder / "recipe" / "mine_rewards.py"
     assert load(f"{own}:right", "reward")(completions=["2", "3"], gold=["2", "2"]) == [1.0, -1.0]
     assert "\n        An indented line." in own.read_text()

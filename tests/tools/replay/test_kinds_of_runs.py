@@ -129,8 +129,7 @@ def test_without_step_the_last_whole_record_is_replayed(finished: Path, grpocli:
     shutil.copytree(finished, run)
     path = run / "rollouts" / "step_000004.parquet"
     path.write_bytes(path.read_bytes()[:1000])
-    code, out, err = grpocli("replay", str(run))
-    assert code == 0
+    _, out, err = grpocli("replay", str(run), code=0)
     assert "step 4 is left out" in err
     assert "step 3 replayed" in out
 
@@ -139,8 +138,7 @@ def test_without_step_the_last_whole_record_is_replayed(finished: Path, grpocli:
 def test_steps_before_a_replaced_part_are_refused(finished: Path, grpocli: Grpocli, tmp_path: Path) -> None:
     run = killed_after(2, finished, tmp_path / "run")
     assert run_here("train", f"resume={run}", "algorithm=dapo") == 0
-    code, _, err = grpocli("replay", str(run), "--step", "1")
-    assert code == 2
+    _, _, err = grpocli("replay", str(run), "--step", "1", code=2)
     assert "an earlier session had other values of algorithm" in err
     code, report = replayed(grpocli, run, "--step", "3:")
     assert (code, differing(report)) == (0, {})

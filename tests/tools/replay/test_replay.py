@@ -153,8 +153,7 @@ def test_without_weights_the_rest_is_checked(grpocli: Grpocli, dapo: Path, tmp_p
     copy = tmp_path / "copy"
     shutil.copytree(dapo, copy)
     shutil.rmtree(copy / "checkpoints")
-    code, out, _ = grpocli("replay", str(copy), "--step", "2")
-    assert code == 0
+    _, out, _ = grpocli("replay", str(copy), "--step", "2", code=0)
     assert "cannot be checked: trainer log-probs" in out
     assert "everything that can be checked agrees" in out
 
@@ -192,6 +191,5 @@ def test_damage_that_no_comparison_can_show_is_named(damage, said: str, grpocli,
     shutil.copytree(dapo, run)
     path = run / "rollouts" / STEP
     damage(path)
-    code, _, err = grpocli("replay", str(run), "--step", "2")
-    assert code == 2
+    _, _, err = grpocli("replay", str(run), "--step", "2", code=2)
     assert f"{path}: {said}" in err.splitlines()[-1]
