@@ -29,14 +29,16 @@ train: $(VENV)/.ready-to-train ## make the environment and run the default train
 test-fast: setup ## the tests without processes, vLLM, whole runs and slow ones: about two minutes on two cores
 	$(TESTS) -m $(FAST) $(ARGS)
 
-test: setup ## the tests of the trainer that run anywhere, real vLLM included: about six minutes on two cores
+test: setup ## the tests of the trainer that run anywhere, real vLLM included: four to five minutes on two cores
 	$(TESTS) --ignore=tests/tools --ignore=tests/files $(ARGS)
 
-test-tools: setup ## the same for what looks at runs, configs and machines, and for bench/: about three minutes
+test-tools: setup ## the same for what looks at runs, configs and machines, and for bench/: two to three minutes
 	$(TESTS) tests/tools $(ARGS)
 
+# Only files with such tests are read: each worker would import the others for nothing.
+SURVIVAL = $(sort $(filter-out $(ELSEWHERE),$(shell grep -rl --include='test_*.py' survival tests)))
 test-survival: setup ## kills, faults, and the wide matrices of what `make test` tests once
-	$(TESTS) -m survival $(ELSEWHERE) $(ARGS)
+	$(TESTS) -m survival $(SURVIVAL) $(ARGS)
 
 test-slurm: setup ## runs on a SLURM cluster that is installed and started here (root on Debian; skipped elsewhere)
 	$(BIN)/python -m pytest tests/slurm -m slurm $(ARGS)
@@ -60,7 +62,7 @@ chromium: ## install Chromium and its driver for the tests of the report's page 
 test-all: setup chromium ## every test, what CI runs beside check: test, test-tools, test-survival, test-slurm; test-zero, test-newest, parity where they install
 	@tiers="test test-tools test-survival"; failed=0; elsewhere=; \
 	if $(MAKE) --no-print-directory .venv-zero/.ready; \
-	then tiers="$$tiers test-zero"; elsewhere=--ignore=tests/training/test_processes.py; \
+	then tiers="$$tiers test-zero"; elsewhere=tests/training/test_processes.py; \
 	else echo "left out: test-zero, because DeepSpeed cannot be built here"; fi; \
 	if $(MAKE) --no-print-directory .venv-newest/.ready; then tiers="$$tiers test-newest"; \
 	else echo "left out: test-newest, because these releases cannot be installed here"; fi; \

@@ -154,17 +154,17 @@ def grpocli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one MiB; needs permission to mount."""
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of one MiB, or of the size that a test asks for; needs permission to mount."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={getattr(request, 'param', '1m')}", "tmpfs", str(disk)]
     try:
         subprocess.run(command, check=True, capture_output=True)
     except (subprocess.CalledProcessError, FileNotFoundError) as error:
         pytest.skip(f"no right to mount a small file system here: {error}")
     yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def exhaust(things: Iterator[object]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,13 +24,3 @@ def test_a_run_of_two_processes_with_lora_syncs_samples_and_finishes(tmp_path: P
     assert all(row["sync/bytes"] > 0 for row in rows[1:])
     assert all((run / "logs" / log).stat().st_size > 0 for log in ("vllm.log", "vllm_1.log"))
     assert not list((run / "logs").glob("failure_*")), out
-
-
-@pytest.mark.survival
-def test_an_unknown_argument_of_vllm_is_refused(tmp_path: Path) -> None:
-    argument = "engine.vllm_args.max_num_seq=4"
-    command = [sys.executable, "-m", "grpocli", "train", *SMALL, "engine=vllm_colocate", argument]
-    done = subprocess.run([*command, f"hydra.run.dir={tmp_path}/run"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stderr
-    assert "engine.vllm_args: " in done.stderr
-    assert "unexpected keyword argument 'max_num_seq'" in done.stderr

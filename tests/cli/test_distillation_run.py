@@ -28,21 +28,12 @@ def teacher(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    """A task without answers."""
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{n}+{n + 1}="}) + "\n" for n in range(10, 90)))
-    return path
-
-
-def test_a_task_without_answers_trains_and_resumes_exactly(
-    tmp_path: Path, teacher: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_task_without_answers_trains_and_resumes_exactly(grpocli, tmp_path: Path, teacher: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{n}+{n + 1}="}) + "\n" for n in range(10, 90)))
     whole = tmp_path / "whole"
     options = ["task=jsonl", f"task.path={prompts}", f"algorithm.kl.model={teacher}"]
-    assert run_here(*RUN, *options, "reward=none", f"hydra.run.dir={whole}") == 0
-    shown = capsys.readouterr().out
+    _, shown, _ = grpocli(*RUN, *options, "reward=none", f"hydra.run.dir={whole}", code=0)
     assert "without rewards" in shown
     assert "reward " not in shown.partition("starting engine")[2]
     assert "nan" not in shown.lower()
@@ -63,8 +54,7 @@ def test_a_task_without_answers_trains_and_resumes_exactly(
 
     shutil.rmtree(teacher)
     again = killed_after(1, whole, tmp_path / "again")
-    assert run_here("train", f"resume={again}") == 2
-    assert f"algorithm.kl.model={teacher}: there is no such folder" in capsys.readouterr().err
+    assert f"algorithm.kl.model={teacher}: there is no such folder" in grpocli("train", f"resume={again}", code=2)[2]
 
 
 @pytest.mark.survival

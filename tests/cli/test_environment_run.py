@@ -11,17 +11,9 @@ from cli.test_failures import failed
 pytestmark = pytest.mark.processes
 
 SCRIPTED = Path(__file__).parents[1] / "environments" / "scripted.py"
-TWO = [
-    "train",
-    "task=[arithmetic]",
-    "+task@task.again=arithmetic",
-    f"task.again.environment.name={SCRIPTED}:Retry",
-    "task.again.environment.turn_tokens=8",
-    "reward=[exact_match,environment]",
-    "task.arithmetic.rewards=[exact_match]",
-    "task.again.rewards=[environment]",
-    "rollout.max_completion_tokens=48",
-]
+TWO = ["train", "task=[arithmetic]", "+task@task.again=arithmetic", f"task.again.environment.name={SCRIPTED}:Retry"]
+TWO += ["task.again.environment.turn_tokens=8", "rollout.max_completion_tokens=48", "reward=[exact_match,environment]"]
+TWO += ["task.arithmetic.rewards=[exact_match]", "task.again.rewards=[environment]"]
 
 
 @pytest.mark.parametrize(

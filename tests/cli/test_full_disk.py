@@ -6,7 +6,6 @@ import ctypes
 import errno
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,18 +40,6 @@ def score(completions, **kwargs):
 """
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small file system; mounting it needs root."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(disk)], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip(f"mounting is not allowed here: {mounted.stderr.decode().strip()}")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
 def options(tmp_path: Path, run: Path, step: int, act: str) -> list[str]:
     """A run whose reward function changes the run's folder during a step."""
     (tmp_path / "r.py").write_text(REWARD.format(disk=str(run.parent), step=step, act=act))
@@ -60,13 +47,16 @@ def options(tmp_path: Path, run: Path, step: int, act: str) -> list[str]:
     return ["train", *SMALL, *reward, "eval.problems=0", f"hydra.run.dir={run}"]
 
 
+@pytest.mark.parametrize("small_disk", ["32m"], indirect=True)
 @pytest.mark.parametrize(
     ("room", "every"),
     [(1 << 16, 1), pytest.param(0, 20, marks=pytest.mark.survival)],
     ids=["a checkpoint", "nothing more"],
 )
-def test_a_full_disk_is_reported_in_one_sentence(room: int, every: int, grpocli, tmp_path: Path, disk: Path) -> None:
-    run = disk / "run"
+def test_a_full_disk_is_reported_in_one_sentence(
+    room: int, every: int, grpocli, tmp_path: Path, small_disk: Path
+) -> None:
+    run = small_disk / "run"
     argv = options(tmp_path, run, 2, f"fill({room})")
     said = failed(grpocli, 1, *argv, f"checkpoint.every={every}")
     assert "no space left on the disk while writing" in said
@@ -74,7 +64,7 @@ def test_a_full_disk_is_reported_in_one_sentence(room: int, every: int, grpocli,
     assert "no space left" in json.loads((run / "summary.json").read_text())["exit"].lower()
     assert not (run / ".reserve").exists()
     assert {path.name for path in (run / "checkpoints").glob("*")} == ({"step_000001"} if every == 1 else set())
-    (disk / "filler").unlink()
+    (small_disk / "filler").unlink()
     assert grpocli("train", f"resume={run}")[0] == 0
     assert json.loads((run / "summary.json").read_text())["exit"] == "done"
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cli.running import SMALL, run_here
+from cli.running import SMALL
 
 from grpocli.config.parts import nearest
 from grpocli.models.tiny import SPECIAL, make_model, make_tokenizer
@@ -26,11 +26,8 @@ def test_the_nearest_name_is_what_people_mean(word: str) -> None:
     ("words", "advice"),
     [(["evaluate"], '"eval"'), (["eval", "runs/x"], "--run runs/x"), (["train", "runs/x"], "resume=runs/x")],
 )
-def test_a_command_that_does_not_exist_names_the_one_that_does(
-    words: list[str], advice: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_here(*words) == 2
-    assert advice in capsys.readouterr().err
+def test_a_command_that_does_not_exist_names_the_one_that_does(words: list[str], advice: str, grpocli) -> None:
+    assert advice in grpocli(*words, code=2)[2]
 
 
 @pytest.mark.processes
@@ -46,14 +43,7 @@ def test_a_command_that_does_not_exist_names_the_one_that_does(
     ],
     ids=" ".join,
 )
-def test_a_run_says_once_what_is_often_not_meant(
-    overrides: list[str],
-    hints: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_says_once_what_is_often_not_meant(overrides: list[str], hints: list[str], grpocli) -> None:
     row = {"prompt": "1+1=", "answer": "2", "ready": f"{SPECIAL[-1]}1+1="}
     Path("rows.jsonl").write_text("".join(json.dumps(row | {"prompt": f"{i}+1="}) + "\n" for i in range(40)))
     make_model(0).save_pretrained("chat")
@@ -64,7 +54,6 @@ def test_a_run_says_once_what_is_often_not_meant(
     thinks.save_pretrained("thinks")
     small = [] if {"model=chat", "model=thinks"} & {*overrides} else ["model.warm_start_steps=20"]
     chosen = [one.replace("model=", "model=./") for one in overrides]
-    assert run_here(*FAKE, *small, *chosen) == 0
-    out = capsys.readouterr()
+    _, out, err = grpocli(*FAKE, *small, *chosen, code=0)
     known = ["needs task.format=chat", "the model is made for 512", "the chat template opens <think>"]
-    assert [hint for hint in known if hint in out.out + out.err] == hints
+    assert [hint for hint in known if hint in out + err] == hints

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cli.running import SMALL, assert_same_run, metrics, run_here
 from huggingface_hub import snapshot_download
-from publish.test_push import forget_hub, use_hub
-from stand_in_hub import StandInHub, serving
+from publish.test_push import hub
+from stand_in_hub import StandInHub
 
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),  # huggingface_hub's use of its client
 ]
+__all__ = ["hub"]
 RUN = ["engine=fake", *SMALL, "checkpoint.every=1"]
 Grpocli = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def hub(tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInHub]:
-    monkeypatch.setenv("GRPOCLI_CACHE", str(shared_cache))
-    monkeypatch.chdir(tmp_path)
-    with serving(StandInHub()) as server:
-        use_hub(server, monkeypatch, tmp_path)
-        yield server
-    forget_hub()
 
 
 def steps_on(hub: StandInHub, name: str) -> list[str]:

@@ -9,26 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from cli.running import assert_same_run, killed_after, metrics, run_here
+from cli.running import EVEN, assert_same_run, killed_after, metrics, run_here
 
 from grpocli.runs.rollouts import read_rollouts
 from grpocli.training.stream import STREAM_FILE
 
 pytestmark = pytest.mark.processes
 
-RUN = [
-    "train",
-    "algorithm=dapo",
-    "algorithm.keep.surplus=carry",
-    "reward=[format]",
-    "reward.format.pattern='.*[02468]'",
-    "model.warm_start_steps=20",
-    "rollout.prompts_per_step=4",
-    "rollout.group_size=2",
-    "eval.problems=0",
-    "checkpoint.every=1",
-    "checkpoint.keep=0",
-]
+RUN = ["train", "algorithm=dapo", "algorithm.keep.surplus=carry", *EVEN, "model.warm_start_steps=20", "eval.problems=0"]
+RUN += ["rollout.prompts_per_step=4", "rollout.group_size=2", "checkpoint.every=1", "checkpoint.keep=0"]
 
 IN_UPDATE = {"trained", "zero_advantage", "masked"}
 

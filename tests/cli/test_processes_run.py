@@ -30,7 +30,8 @@ def score(completions, **kwargs):
         {then}
     return [float(i % 2) for i in range(len(completions))]
 """
-MACHINES = ["hardware=multinode", "hardware.devices_per_node=1", "hardware.parallel=ddp", "hardware.device=cpu"]
+TWO_MACHINES = ["hardware=multinode", "hardware.train_nodes=2", "hardware.rollout_nodes=0", "hardware.parallel=ddp"]
+TWO_MACHINES += ["hardware.devices_per_node=1", "hardware.device=cpu"]
 
 
 def run_with_reward(tmp_path: Path, then: str, *options: str) -> list[str]:
@@ -90,24 +91,8 @@ def machine(rank: int, *argv: str, session: str = "77", count: int = 2) -> subpr
 
 
 @pytest.mark.survival
-def test_two_machines_equal_two_processes(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    small = [*SMALL, "train.steps=2", "eval.problems=0"]
-    assert run_here("train", *small, "hardware.processes=2", f"hydra.run.dir={one}") == 0
-    several = [*MACHINES, "hardware.train_nodes=2", "hardware.rollout_nodes=0"]
-    first = machine(0, *small, *several, f"hydra.run.dir={two}")
-    wait_for(two / "job.json")
-    second = machine(1, f"resume={two}")
-    for process in (first, second):
-        finish(process, code=0)
-    assert_close_metrics(metrics(one), metrics(two))
-    assert (two / "logs" / "rank_1.log").exists()
-
-
-@pytest.mark.survival
 def test_an_error_on_the_other_machine_ends_the_run(tmp_path: Path) -> None:
-    several = [*MACHINES, "hardware.train_nodes=2", "hardware.rollout_nodes=0"]
-    words = run_with_reward(tmp_path, "raise ValueError('the second machine is unhappy')", *several)
+    words = run_with_reward(tmp_path, "raise ValueError('the second machine is unhappy')", *TWO_MACHINES)
     first = machine(0, *words[1:])
     wait_for(tmp_path / "run" / "job.json")
     second = machine(1, f"resume={tmp_path}/run")
@@ -145,19 +130,17 @@ def test_variables_left_over_from_a_launcher_are_not_looked_at(tmp_path: Path, m
     assert not left.keys() & os.environ.keys()
 
 
-def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, grpocli) -> None:
     """Each of its processes would train alone."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert run_here("train", *SMALL) == 2
-    assert "hardware.processes=2" in capsys.readouterr().err
+    assert "hardware.processes=2" in grpocli("train", *SMALL, code=2)[2]
 
 
 @pytest.mark.survival
 def test_a_signal_ends_processes_that_wait_for_another_machine(tmp_path: Path) -> None:
     """They wait outside of Python, and nobody comes."""
-    several = [*MACHINES, "hardware.train_nodes=2", "hardware.rollout_nodes=0"]
-    alone = machine(0, *SMALL, *several, f"hydra.run.dir={tmp_path}/run")
+    alone = machine(0, *SMALL, *TWO_MACHINES, f"hydra.run.dir={tmp_path}/run")
     wait_for(tmp_path / "run" / "accelerate_0.json")
     alone.send_signal(signal.SIGHUP)
     _, out = finish(alone, timeout=30, code=3)

@@ -43,10 +43,7 @@ def make_run(folder: Path, exit_: str = "stopped") -> RunDir:
 REFUSED = {
     "a new run": ["train", "hydra.run.dir={run}"],
     "with Hydra's own files": [
-        "train",
-        "hydra.run.dir={run}",
-        "hydra.output_subdir=.hydra",
-        "hydra/job_logging=default",
+        *("train", "hydra.run.dir={run}", "hydra.output_subdir=.hydra", "hydra/job_logging=default")
     ],
     "that cannot work": ["train", "rollout.group_size=1", "hydra.run.dir={run}"],
     "a sweep": ["train", "-m", "seed=0,1", "hydra.sweep.dir={sweep}"],

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from cli.running import SMALL, metrics, run_here
 
+from grpocli.models.tiny import Tiny
 from grpocli.runs.run_dir import BEFORE, RunDir
 
 pytestmark = pytest.mark.processes
@@ -26,32 +27,27 @@ def edited(model: Path, copy: Path, file: str, old: str, new: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with models, data, code, and a run of two steps with `model`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRPOCLI_CACHE", str(shared_cache))
-        from grpocli.models.tiny import Tiny
-
-        folder = tmp_path_factory.mktemp("made")
-        for name, steps in (("model", 20), ("other", 21)):
-            shutil.copytree(Tiny(warm_start_steps=steps).prepare(), folder / name)
-        edited(folder / "model", folder / "deeper", "config.json", '"num_hidden_layers": 2', '"num_hidden_layers": 3')
-        edited(folder / "model", folder / "renamed", "tokenizer.json", '"?": ', '"seven": ')
-        (folder / "mine.py").write_text(CODE)
-        (folder / "bad.py").write_text("def f(completions, **columns):\n    raise ValueError('bad')\n")
-        rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10, 40)]
-        (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        words = [*SMALL[1:], "train.steps=2", "checkpoint.every=1", "eval.problems=0", f"model={folder}/model"]
-        words += ["task=jsonl", f"task.path={folder}/d.jsonl", "task.format=chat", f"reward=[{folder}/mine.py:f]"]
-        words += ["rollout.max_prompt_tokens=32", "rollout.max_completion_tokens=8", f"hydra.run.dir={folder}/run"]
-        assert run_here("train", *words) == 0
+    folder = tmp_path_factory.mktemp("made")
+    for name, steps in (("model", 20), ("other", 21)):
+        shutil.copytree(Tiny(warm_start_steps=steps).prepare(), folder / name)
+    edited(folder / "model", folder / "deeper", "config.json", '"num_hidden_layers": 2', '"num_hidden_layers": 3')
+    edited(folder / "model", folder / "renamed", "tokenizer.json", '"?": ', '"seven": ')
+    (folder / "mine.py").write_text(CODE)
+    (folder / "bad.py").write_text("def f(completions, **columns):\n    raise ValueError('bad')\n")
+    rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10, 40)]
+    (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [*SMALL[1:], "train.steps=2", "checkpoint.every=1", "eval.problems=0", f"model={folder}/model"]
+    words += ["task=jsonl", f"task.path={folder}/d.jsonl", "task.format=chat", f"reward=[{folder}/mine.py:f]"]
+    words += ["rollout.max_prompt_tokens=32", "rollout.max_completion_tokens=8", f"hydra.run.dir={folder}/run"]
+    assert run_here("train", *words) == 0
     return folder
 
 
 @pytest.fixture
-def made(built: Path, tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def made(built: Path, tmp_path: Path) -> Path:
     """A copy of the folder that a test may change; its run is with the copies."""
-    monkeypatch.setenv("GRPOCLI_CACHE", str(shared_cache))
     made = shutil.copytree(built, tmp_path / "made")
     config = made / "run" / "config.yaml"
     config.write_text(config.read_text().replace(str(built), str(made)))

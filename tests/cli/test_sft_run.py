@@ -19,12 +19,10 @@ RUN = [
 
 
 @pytest.mark.processes
-def test_a_run_learns_resumes_exactly_and_starts_reinforcement_learning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_learns_resumes_exactly_and_starts_reinforcement_learning(grpocli, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
-    assert run_here(*RUN, "train.minibatches=2", "eval.every=2", "eval.problems=2", f"hydra.run.dir={whole}") == 0
-    shown = capsys.readouterr().out
+    more = ["train.minibatches=2", "eval.every=2", "eval.problems=2", f"hydra.run.dir={whole}"]
+    _, shown, _ = grpocli(*RUN, *more, code=0)
     assert "learn   8 answers a step" in shown
     assert "held-out answers after 4 steps: loss" in shown
     rows = metrics(whole)
@@ -46,7 +44,7 @@ def test_a_run_learns_resumes_exactly_and_starts_reinforcement_learning(
     assert run_here("train", f"model={whole}/model", *options, f"hydra.run.dir={learned}") == 0
 
 
-def test_passes_over_the_data_set_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_passes_over_the_data_set_the_steps(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{n}", "answer": f"{n}"}) + "\n" for n in range(21)))
     evaluated = tmp_path / "e.jsonl"
@@ -60,23 +58,17 @@ def test_passes_over_the_data_set_the_steps(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.processes
-def test_a_run_of_one_pass_draws_each_example_once_and_is_not_replayed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_one_pass_draws_each_example_once_and_is_not_replayed(grpocli, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     options = ["task.train_size=24", "train.data_epochs=1", "reward=none", f"hydra.run.dir={folder}"]
     assert run_here(*(word for word in RUN if not word.startswith("train.steps")), *options) == 0
     assert [row["epoch"] for row in metrics(folder)] == [pytest.approx((i + 1) / 3) for i in range(3)]
     prompts = [r["prompt"] for i in (1, 2, 3) for r in read_rollouts(folder / "rollouts" / f"step_{i:06d}.parquet")]
     assert len(set(prompts)) == 24
-    assert run_here("sft", f"resume={folder}") == 0
-    assert "is finished after 3 steps" in capsys.readouterr().out
-    assert run_here("replay", str(folder)) == 2
-    assert "learned answers of the data" in capsys.readouterr().err
+    assert "is finished after 3 steps" in grpocli("sft", f"resume={folder}", code=0)[1]
+    assert "learned answers of the data" in grpocli("replay", str(folder), code=2)[2]
 
 
-def test_the_command_has_one_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_here("sft", "algorithm=dapo") == 2
-    assert "`grpocli sft` is algorithm=sft" in capsys.readouterr().err
-    assert run_here("sft", "--help") == 0
-    assert "task.target_template" in capsys.readouterr().out
+def test_the_command_has_one_algorithm(grpocli) -> None:
+    assert "`grpocli sft` is algorithm=sft" in grpocli("sft", "algorithm=dapo", code=2)[2]
+    assert "task.target_template" in grpocli("sft", "--help", code=0)[1]

@@ -30,10 +30,7 @@ def even(completions, **kwargs):
 """
 
 
-def test_a_run_stops_during_an_evaluation(
-    grpocli, tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GRPOCLI_CACHE", str(shared_cache))
+def test_a_run_stops_during_an_evaluation(grpocli, tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(REWARD)
     reward = ["reward=[python]", f"reward.python.function={tmp_path}/rewards.py:even", "reward.python.process=false"]
     command = ["train", *SMALL, *reward, "train.steps=2", "eval.every=1", "checkpoint.every=0"]
@@ -47,8 +44,7 @@ def test_a_run_stops_during_an_evaluation(
     assert not (run / "metrics.jsonl").exists(), "the stop came before the first step"
 
     (tmp_path / "evaluations_left").write_text("1")  # the evaluation before the first step is repeated
-    _, _, err = grpocli("train", f"resume={run}", code=3)
-    assert "SIGTERM after step 1" in err
+    assert "SIGTERM after step 1" in grpocli("train", f"resume={run}", code=3)[2]
     assert [row["step"] for row in metrics(run)] == [1]
     assert "eval/accuracy" not in metrics(run)[0]
     assert json.loads((run / "summary.json").read_text())["steps"] == 1

@@ -13,17 +13,8 @@ pytestmark = pytest.mark.processes
 
 CALLING = Path(__file__).with_name("calling.py")
 TOOLS = ["train", *SMALL, "task.tools=[calculator]", "rollout.max_prompt_tokens=48", "rollout.max_completion_tokens=96"]
-RUN = [
-    *TOOLS,
-    "engine=fake",
-    f"engine.function={CALLING}:speak",
-    "reward=[exact_match,tools]",
-    "algorithm=dapo",
-    "algorithm.keep.surplus=carry",
-    "checkpoint.every=1",
-    "checkpoint.keep=0",
-    "eval.problems=0",
-]
+RUN = [*TOOLS, "engine=fake", f"engine.function={CALLING}:speak", "reward=[exact_match,tools]", "algorithm=dapo"]
+RUN += ["algorithm.keep.surplus=carry", "checkpoint.every=1", "checkpoint.keep=0", "eval.problems=0"]
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +70,8 @@ FORCED = r"rollout.regex='calculator\(expression=[1-9][0-9][*][1-9][0-9]\)'"
 @pytest.mark.survival
 def test_tools_with_vllm_a_step_ahead_are_resumed_exactly(tmp_path: Path) -> None:
     """Every turn is a call, until the limit of turns; a resume samples and calls the same."""
-    options = [
-        "engine=vllm",
-        "rollout.max_staleness=1",
-        "rollout.in_flight=false",
-        "checkpoint.every=1",
-        "checkpoint.keep=0",
-        FORCED,
-    ]
+    options = ["engine=vllm", "rollout.max_staleness=1", "rollout.in_flight=false", FORCED]
+    options += ["checkpoint.every=1", "checkpoint.keep=0"]
     limits = ["task.environment.turns=3", "rollout.max_completion_tokens=160", "eval.problems=0", "train.steps=4"]
     whole = tmp_path / "whole"
     assert run_here(*TOOLS, *options, *limits, f"hydra.run.dir={whole}") == 0

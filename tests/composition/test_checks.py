@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from tables import table
 
-from grpocli.cli import main
 from grpocli.composition.checks import check_composed, check_devices, check_files
 from grpocli.composition.compose import build_run, compose
 from grpocli.composition.overrides import from_command_line
@@ -117,14 +116,10 @@ def test_an_unknown_key_gets_the_nearest_name_or_its_choice(override: str, said:
     assert said in str(refused.value)
 
 
-def test_a_bad_config_is_one_line_with_exit_code_2_and_no_folder(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(["train", f"hydra.run.dir={tmp_path}/run", "train.minibatches=1000"])
-    said = capsys.readouterr()
-    assert (exit_.value.code, said.out, said.err.count("\n")) == (2, "", 1)
-    assert said.err.startswith("grpocli: error: train.minibatches=1000: must be at most rollout.prompts_per_step")
+def test_a_bad_config_is_one_line_with_exit_code_2_and_no_folder(grpocli, tmp_path: Path) -> None:
+    _, out, err = grpocli("train", f"hydra.run.dir={tmp_path}/run", "train.minibatches=1000", code=2)
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("grpocli: error: train.minibatches=1000: must be at most rollout.prompts_per_step")
     assert not (tmp_path / "run").exists()
 
 

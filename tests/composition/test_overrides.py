@@ -135,14 +135,8 @@ def test_paths_below_a_folder_with_any_name(name: str, tmp_path: Path, monkeypat
     (here / "recipe" / "own.yaml").write_text("# @package _global_\nseed: 7\n")
     monkeypatch.chdir(here)
     code = f"{here}/mine.py:f"
-    given = [
-        "model=./mod",
-        "reward=[math,mine.py:f]",
-        "callbacks=[mine.py:f]",
-        f"task.path={here}/d.jsonl",
-        "task=jsonl",
-    ]
-    given += ["model.lora.path=mod", "recipe=own", f"hydra.run.dir={here}/run", "+reward@reward.other=mine.py:f"]
+    given = ["model=./mod", "reward=[math,mine.py:f]", "callbacks=[mine.py:f]", "model.lora.path=mod", "recipe=own"]
+    given += ["task=jsonl", f"task.path={here}/d.jsonl", f"hydra.run.dir={here}/run", "+reward@reward.other=mine.py:f"]
     once = from_command_line(given)
     assert rewrite(once) == once
     config = compose([*search_path(str(here)), *once], with_hydra=True)

@@ -137,18 +137,9 @@ SMALL: dict[str, tuple[str, set[str]]] = {  # the paper's recipe, and keys besid
 }
 # Keys that a small recipe may change: hardware and sizes. Sections end in a dot.
 SIZES = (
-    "model.",
-    "task.",
-    "engine.",
-    "checkpoint.",
-    "eval.",
-    "rollout.prompts_per_step",
-    "rollout.max_prompt_tokens",
-    "rollout.max_completion_tokens",
-    "train.steps",
-    "train.micro_batch_tokens",
-    "train.gradient_checkpointing",
-    "optim.lr",
+    *("model.", "task.", "engine.", "checkpoint.", "eval.", "optim.lr"),
+    *("rollout.prompts_per_step", "rollout.max_prompt_tokens", "rollout.max_completion_tokens"),
+    *("train.steps", "train.micro_batch_tokens", "train.gradient_checkpointing"),
 )
 
 

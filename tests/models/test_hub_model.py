@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub.constants as hub_constants
 import pytest
-from publish.test_push import forget_hub, use_hub
-from stand_in_hub import StandInHub, serving
+from publish.test_push import forget_hub, hub
+from stand_in_hub import StandInHub
 
 from grpocli.errors import ConfigError
 from grpocli.hub import HubPath, hub_api, hub_path
 from grpocli.models.loading import HuggingFace
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of huggingface_hub's client
+__all__ = ["hub"]
 FILES = ("config.json", "tokenizer.json", "model.safetensors", "checkpoints/step_000001/config.json")
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandInHub]:
-    with serving(StandInHub()) as server:
-        use_hub(server, monkeypatch, tmp_path)
-        yield server
-    forget_hub()
 
 
 def upload(name: str, *files: str) -> None:

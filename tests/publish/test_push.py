@@ -288,6 +288,5 @@ def test_secrets_in_addresses_and_in_values_of_a_config_are_hidden() -> None:
 
 
 def test_the_command_wants_a_name(run: RunDir, grpocli: Callable[..., tuple[int, str, str]]) -> None:
-    _, _, said = grpocli("push", str(run.path), code=2)
-    assert "--to: name the repository: --to OWNER/NAME" in said
+    assert "--to: name the repository: --to OWNER/NAME" in grpocli("push", str(run.path), code=2)[2]
     assert "hub.push=new: expected OWNER/NAME" in grpocli("push", str(run.path), "--to", "new")[2]

@@ -1,6 +1,6 @@
 """Runs colocated vLLM in a separate process and writes the results as JSON.
 
-Run as `python -m rollout.colocate_child WHAT MODEL RUN RESULTS`: WHAT is `engine`, or a dtype of the head or `null`.
+Run as `python -m rollout.colocate_child WHAT MODEL RUN RESULTS`: WHAT is `engine` or `heads`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollout.vllm_tiny import TOKENIZER, Alone, TinyPolicy, expected_logprobs, r
 from transformers import LlamaForCausalLM
 
 import grpocli.rollout.vllm.colocate  # noqa: F401 (first: some library draws a random number when it is imported)
-from grpocli.errors import EngineError
+from grpocli.errors import ConfigError, EngineError
 from grpocli.models.head import widen_head
 from grpocli.processes.libraries import quiet_libraries
 from grpocli.rollout.engine import EngineContext, EngineJob
@@ -62,8 +62,11 @@ def engine_results(model: Path, run: Path) -> dict[str, Any]:
     job = EngineJob(str(model), "float32", 128, run, seed=0)
     policy, options = TinyPolicy(model), VllmColocate()
     before, found = state(), dict[str, Any]()
+    context = EngineContext(job, policy, TOKENIZER, Alone())  # type: ignore[arg-type]
     with options.launch(job):
-        engine: Any = options.connect(EngineContext(job, policy, TOKENIZER, Alone()))
+        wrong = dataclasses.replace(options, vllm_args={"max_num_seq": 4})
+        found["an unknown argument"] = refusal(lambda: wrong.connect(context))
+        engine: Any = options.connect(context)
     # vLLM makes a default process group if the process has none
     found["changed by start"] = {k: v for k, v in changed(before).items() if k != "process group"}
     found["before the first sync"] = refusal(lambda: engine.generate(requests(), Sampling(4)))
@@ -122,7 +125,7 @@ def corrupted(engine: Any, policy: TinyPolicy) -> dict[str, list[Any]]:
 def refusal(call: Any) -> str:
     try:
         call()
-    except EngineError as error:
+    except (ConfigError, EngineError) as error:
         return str(error)
     return "nothing was refused"
 
@@ -130,11 +133,11 @@ def refusal(call: Any) -> str:
 def head_gaps(head_dtype: str | None, model: Path, run: Path) -> dict[str, float]:
     """How far vLLM's log-probs in bfloat16 are from those of a policy with each head."""
     plain, wide = (LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval() for _ in range(2))
-    policies = {"null": Policy(plain, plain, torch.bfloat16), "float32": Policy(widen_head(wide), wide, torch.bfloat16)}
+    policies = {"None": Policy(plain, plain, torch.bfloat16), "float32": Policy(widen_head(wide), wide, torch.bfloat16)}
     job = EngineJob(str(model), "bfloat16", 128, run, seed=0, head_dtype=head_dtype)
     options, prompts = VllmColocate(), [[5 + i, 6, 7 + i, 8] for i in range(16)]
     with options.launch(job):
-        context = EngineContext(job, policies[head_dtype or "null"], TOKENIZER, Alone())  # type: ignore[arg-type]
+        context = EngineContext(job, policies[str(head_dtype)], TOKENIZER, Alone())  # type: ignore[arg-type]
         engine: Any = options.connect(context)
         engine.sync(1)
         groups = engine.generate([Request(prompt, 4, seed=i) for i, prompt in enumerate(prompts)], Sampling(24))
@@ -154,5 +157,5 @@ if __name__ == "__main__":
     if what == "engine":
         found = engine_results(Path(model), Path(run))
     else:
-        found = head_gaps(None if what == "null" else what, Path(model), Path(run))
+        found = {str(head): head_gaps(head, Path(model), Path(run)) for head in ("float32", None)}
     Path(results).write_text(json.dumps(found))

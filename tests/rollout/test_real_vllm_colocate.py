@@ -70,6 +70,11 @@ def test_an_unknown_parameter_is_refused(found: Any) -> None:
     assert "could not load the weights" in found["corrupted"]["unknown"][0]
 
 
+def test_an_unknown_argument_of_vllm_is_refused(found: Any) -> None:
+    assert found["an unknown argument"].startswith("engine.vllm_args: ")
+    assert "unexpected keyword argument 'max_num_seq'" in found["an unknown argument"]
+
+
 def test_the_process_state_is_restored_after_every_call(found: Any) -> None:
     assert found["changed by start"] == {}
     assert found["changed by use"] == {}
@@ -86,6 +91,6 @@ def test_vllms_logits_are_as_exact_as_the_trainers(tmp_path: Path) -> None:
             weight.mul_(0 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1)
             weight.copy_((4 * weight if "lm_head" in name else weight).bfloat16())
     wide.save_pretrained(model)
-    gaps = {head: child(head, model, tmp_path) for head in ("float32", "null")}
-    assert gaps["float32"]["float32"] < gaps["float32"]["null"] / 5, "the trainer alone rounds"
-    assert gaps["float32"]["float32"] < gaps["null"]["float32"] / 5, "vLLM alone rounds"
+    gaps = child("heads", model, tmp_path)
+    assert gaps["float32"]["float32"] < gaps["float32"]["None"] / 5, "the trainer alone rounds"
+    assert gaps["float32"]["float32"] < gaps["None"]["float32"] / 5, "vLLM alone rounds"

@@ -74,18 +74,8 @@ def test_without_a_key_no_server_starts(monkeypatch: pytest.MonkeyPatch, value: 
 
 TRICKY = [
     *("/update_weights", "/metrics", "/health/../update_weights", "/health//", "//health", "/./health"),
-    *(
-        "/health/inner",
-        "/health;x",
-        "/health?x",
-        "/health%2f",
-        "/Health",
-        "/health ",
-        "/health\x00",
-        "",
-        "http://x/health",
-        "/x/health",
-    ),
+    *("/health/inner", "/health;x", "/health?x", "/health%2f", "/Health", "/health ", "/health\x00"),
+    *("", "http://x/health", "/x/health"),
 ]
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from cli.running import until
 from rollout.stand_in import StandIn, choice, clients_of
 from rollout.vllm_tiny import Alone, two_worlds
 
@@ -107,13 +108,6 @@ def requests(count: int, n: int = 1) -> list[Request]:
     return [Request([10 + i], n, seed=i) for i in range(count)]
 
 
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def prompts_of(groups: list[list[Completion]]) -> list[int]:
     return [group[0].token_ids[0] for group in groups]
 
@@ -181,7 +175,7 @@ def test_threads_that_sample_wait_for_the_next_sync_of_the_main_thread(serve: Ca
     engine, sync = engine_of([serve(lives=2)], Comes(serve()))
     with ThreadPoolExecutor(3) as threads:
         found = [threads.submit(engine.sample, requests(4), Sampling(2)) for _ in range(3)]
-        wait_until(lambda: engine._waiting == 3)
+        until(lambda: engine._waiting == 3)
         assert engine.needs_sync
         assert sync.versions == []
         engine.sync(4)
@@ -198,7 +192,7 @@ def test_a_thread_waits_for_a_sync_only_as_long_as_one_may_come(serve: Callable[
     over = threading.Event()
     with ThreadPoolExecutor(1) as thread:
         found = thread.submit(engine.sample, requests(2), Sampling(2), Listener(watch=Watch(cancelled=over.is_set)))
-        wait_until(lambda: engine.needs_sync)
+        until(lambda: engine.needs_sync)
         if how == "cancelled":
             over.set()
             assert found.result(5) == [[], []]

@@ -68,24 +68,10 @@ class TinyPolicy:
             parameter += by * torch.randn(parameter.shape, generator=generator)
 
 
-class Alone:
-    """A world of one process."""
-
-    rank, size, is_main = 0, 1, True
-    device = torch.device("cpu")
-
-    def barrier(self) -> None:
-        return
-
-    def gather_objects(self, items: Sequence[Any]) -> list[Any]:
-        return list(items)
-
-    def broadcast_object(self, item: Any) -> Any:
-        return item
-
-
 class Together:
     """A thread as a process: collective calls meet at a barrier."""
+
+    device = torch.device("cpu")
 
     def __init__(self, rank: int, meeting: threading.Barrier, box: dict[int, Any]) -> None:
         self.rank, self.size, self.is_main = rank, meeting.parties, rank == 0
@@ -100,6 +86,16 @@ class Together:
 
     def broadcast_object(self, item: Any) -> Any:
         return self.gather_objects([item])[0]
+
+    def barrier(self) -> None:
+        self.meeting.wait(10)
+
+
+class Alone(Together):
+    """A world of one process."""
+
+    def __init__(self) -> None:
+        super().__init__(0, threading.Barrier(1), {})
 
 
 def two_worlds() -> list[Together]:

@@ -71,8 +71,7 @@ def test_a_full_disk_ends_the_run_before_another_update(grpocli, tmp_path: Path,
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr(checkpoint, "save", full)
-    _, _, err = grpocli(*RUN, f"hydra.run.dir={tmp_path / 'run'}", code=1)
-    assert "no space left on the disk" in err
+    assert "no space left on the disk" in grpocli(*RUN, f"hydra.run.dir={tmp_path / 'run'}", code=1)[2]
     assert len(metrics(tmp_path / "run")) == 1
 
 

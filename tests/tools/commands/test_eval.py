@@ -48,12 +48,9 @@ def test_checkpoints_have_the_accuracies_measured_in_training(grpocli, run: Path
 
 
 def test_the_final_model_is_evaluated_on_several_tasks(grpocli, run: Path, tmp_path: Path) -> None:
-    tasks = [
-        "task=[arithmetic,letter_counting]",
-        "reward=[exact_match,number]",
-        "task.letter_counting.rewards=[number]",
-    ]
-    tasks += ["task.letter_counting.eval_size=4", "rollout.max_prompt_tokens=128", "rollout.max_completion_tokens=8"]
+    tasks = ["task=[arithmetic,letter_counting]", "task.letter_counting.rewards=[number]"]
+    tasks += ["task.letter_counting.eval_size=4", "reward=[exact_match,number]"]
+    tasks += ["rollout.max_prompt_tokens=128", "rollout.max_completion_tokens=8"]
     for model, out in (([f"model.path={run}/model", *tasks], tmp_path / "a"), (["--run", str(run)], tmp_path / "b")):
         _, _, err = grpocli("eval", *model, "--problems", "6", "--samples", "0", "--out", str(out), code=0)
         few = "letter_counting has 4 problems to evaluate on, fewer than the 6 asked for"

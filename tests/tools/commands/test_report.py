@@ -7,22 +7,19 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from cli.running import run_here
 from report.pages import page, run
 from report.test_report_data import run_folder
 
 from grpocli_tools.report.report_page import SCRIPTS, embedded_json, live_html, page_html
 
 
-def test_the_page_is_in_the_run_or_elsewhere_and_replaced_as_a_whole(tmp_path: Path, capsys) -> None:
+def test_the_page_is_in_the_run_or_elsewhere_and_replaced_as_a_whole(tmp_path: Path, grpocli) -> None:
     run = run_folder(tmp_path / "run", [])
-    assert run_here("report", str(run), "--out", str(tmp_path / "page.html")) == 0
+    grpocli("report", str(run), "--out", str(tmp_path / "page.html"), code=0)
     assert (tmp_path / "page.html").is_file()
     assert not (run / "report.html").exists()
-    capsys.readouterr()
     for _ in range(2):
-        assert run_here("report", str(run)) == 0
-        assert capsys.readouterr().out == f"{run}/report.html\n"
+        assert grpocli("report", str(run), code=0)[1] == f"{run}/report.html\n"
     assert (run / "report.html").read_text().rstrip().endswith("</html>")
     assert [path.name for path in run.iterdir() if path.name.startswith(".tmp")] == []
 
@@ -36,19 +33,17 @@ def test_the_page_is_in_the_run_or_elsewhere_and_replaced_as_a_whole(tmp_path: P
         (["missing"], "there is no such folder"),
     ],
 )
-def test_what_cannot_be_read_or_written_is_one_sentence(words: list[str], said: str, tmp_path: Path, capsys) -> None:
+def test_what_cannot_be_read_or_written_is_one_sentence(words: list[str], said: str, tmp_path: Path, grpocli) -> None:
     if "run" in words:
         run_folder(tmp_path / "run", [])
-    assert run_here("report", *words) == 2
-    message = capsys.readouterr().err
+    _, _, message = grpocli("report", *words, code=2)
     assert (said in message, message.count("\n")) == (True, 1)
 
 
-def test_a_hostile_name_of_a_folder_stays_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hostile_name_of_a_folder_stays_text(tmp_path: Path, grpocli) -> None:
     folder = run_folder(tmp_path / "a<img src=x onerror=alert(1)>&\x1b[31m\n\u202eb", [])
-    assert run_here("report", str(folder), "--out", str(tmp_path / "page.html")) == 0
-    assert run_here("report", str(folder)) == 0
-    assert "\x1b" not in capsys.readouterr().out
+    for more in (["--out", str(tmp_path / "page.html")], []):
+        assert "\x1b" not in grpocli("report", str(folder), *more, code=0)[1]
     assert "<img" not in (tmp_path / "page.html").read_text()
 
 

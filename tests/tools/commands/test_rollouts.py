@@ -92,8 +92,7 @@ def test_completions_are_exported(grpocli, run: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_named(grpocli, run: Path, options: list[str], named: str) -> None:
-    _, _, err = grpocli("rollouts", str(run), *options, code=2)
-    assert named in err
+    assert named in grpocli("rollouts", str(run), *options, code=2)[2]
 
 
 def test_a_run_without_rollouts_or_a_match_is_reported(grpocli, run: Path, tmp_path: Path) -> None:

@@ -94,13 +94,8 @@ def test_all_processes_end_at_the_same_step(train, monkeypatch: pytest.MonkeyPat
 
 def test_a_resume_trains_on_rollouts_sampled_before_the_run_ended(train, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    options = [
-        *config_dir(tmp_path / "conf"),
-        "rollout.max_staleness=1",
-        "rollout.in_flight=false",
-        "train.steps=4",
-        "checkpoint.every=0",
-    ]
+    options = [*config_dir(tmp_path / "conf"), "rollout.max_staleness=1", "rollout.in_flight=false"]
+    options += ["train.steps=4", "checkpoint.every=0"]
     whole = train("whole", *options)
     run = train("run", *options, *HALF)
     assert summary(run)["steps"] == 2

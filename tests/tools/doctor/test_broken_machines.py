@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -61,17 +60,6 @@ def unshare(*options: str) -> list[str]:
     return command
 
 
-CRASH = "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n"
-
-
-def test_a_torch_that_crashes_ends_no_doctor(tmp_path: Path) -> None:
-    (tmp_path / "over" / "torch").mkdir(parents=True)
-    (tmp_path / "over" / "torch" / "__init__.py").write_text(CRASH)
-    found = doctor(tmp_path, before=f"ulimit -c 0; export PYTHONPATH={tmp_path}/over")
-    assert (found["torch"].status, "SIGSEGV" in found["torch"].detail) == ("error", True)
-    assert "pip install" in found["torch"].advice
-
-
 def test_few_open_files_commands_that_hang_and_a_torch_beside_the_working_folder(tmp_path: Path) -> None:
     """A limit, a driver and a SLURM controller that do not answer, and a file that is not imported."""
     (tmp_path / "torch.py").write_text("raise SystemExit('the wrong torch')\n")
@@ -85,25 +73,22 @@ def test_few_open_files_commands_that_hang_and_a_torch_beside_the_working_folder
         assert (found[name].status, "did not end in time" in found[name].detail) == ("warning", True)
 
 
-FULL = "mount -t tmpfs -o size=256k tmpfs {0}; cd {0}; cat /dev/zero > full 2>/dev/null || true"
+CRASH = "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n"
 SHM = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
 SILENT = "ip link set lo up; echo nameserver 127.0.0.53 > {0}/conf; mount --bind {0}/conf /etc/resolv.conf"
-HOME = "mount -t tmpfs -o ro tmpfs {0}; export HOME={0}; unset XDG_CACHE_HOME HF_HOME GRPOCLI_CACHE; cd /tmp"
+HOME = "mount -t tmpfs -o ro tmpfs {0}/home; export HOME={0}/home; unset XDG_CACHE_HOME HF_HOME GRPOCLI_CACHE"
+FULL = "mount -t tmpfs -o size=256k tmpfs {0}/full; cd {0}/full; cat /dev/zero > full 2>/dev/null || true"
 
 
-@pytest.mark.parametrize(
-    ("before", "within", "words", "wanted"),
-    [
-        (FULL, ("--mount",), (), {"working folder": "error", "runs": "error"}),
-        (
-            "; ".join([SHM, SILENT, HOME]),
-            ("--net", "--mount"),
-            ("engine=vllm",),
-            {"/dev/shm": "error", "hub": "warning", "cache": "error", "hub cache": "warning"},
-        ),
-    ],
-    ids=["a full disk", "a small /dev/shm, a network that does not answer, a home that cannot be written"],
-)
-def test_mounts_and_networks(before: str, within: Any, words: Any, wanted: dict[str, str], tmp_path: Path) -> None:
-    found = doctor(tmp_path, *words, before=before.format(tmp_path), within=unshare(*within))
+def test_a_torch_that_crashes_a_full_disk_mounts_and_a_network(tmp_path: Path) -> None:
+    """A small /dev/shm, a network that does not answer, a home that cannot be written, and a full working folder."""
+    for name in ("home", "full", "over/torch"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "over" / "torch" / "__init__.py").write_text(CRASH)
+    before = "; ".join([f"ulimit -c 0; export PYTHONPATH={tmp_path}/over", SHM, SILENT, HOME, FULL]).format(tmp_path)
+    found = doctor(tmp_path, "engine=vllm", before=before, within=unshare("--net", "--mount"))
+    wanted = dict.fromkeys(("working folder", "runs", "/dev/shm", "cache", "torch"), "error")
+    wanted |= dict.fromkeys(("hub", "hub cache"), "warning")
     assert {name: found[name].status for name in wanted} == wanted
+    assert "SIGSEGV" in found["torch"].detail
+    assert "pip install" in found["torch"].advice

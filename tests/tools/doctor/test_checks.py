@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cli.running import run_here
 from huggingface_hub import constants
 
 from grpocli.composition.compose import build_run
@@ -365,14 +364,12 @@ def test_what_is_in_the_cache_does_not_come_from_the_hub(tmp_path: Path, monkeyp
     assert checked(QWEN, "task=dapo-math-17k").needs().hub == ""
 
 
-def test_the_exit_code_is_1_with_an_error_and_json_has_its_line(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_exit_code_is_1_with_an_error_and_json_has_its_line(tmp_path: Path, monkeypatch, grpocli) -> None:
     monkeypatch.setattr("grpocli_tools.doctor.machine.Machine", lambda: machine(tmp_path, packages=[OWN]))
-    assert run_here("doctor") == 0
-    assert "Ready for the default run: no errors" in capsys.readouterr().out
+    assert "Ready for the default run: no errors" in grpocli("doctor", code=0)[1]
     broken = machine(tmp_path, packages=[OWN], answers=CRASH)
     monkeypatch.setattr("grpocli_tools.doctor.machine.Machine", lambda: broken)
-    assert run_here("doctor", "--json", "recipe=dapo-qwen2.5-32b") == 1
-    lines = json.loads(capsys.readouterr().out)
+    lines = json.loads(grpocli("doctor", "--json", "recipe=dapo-qwen2.5-32b", code=1)[1])
     assert all(set(line) == {"name", "status", "detail", "advice"} for line in lines)
     assert [line["advice"] for line in lines if line["status"] in ("warning", "error") and not line["advice"]] == []
     status = {line["name"]: line["status"] for line in lines}

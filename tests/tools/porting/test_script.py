@@ -141,9 +141,8 @@ def test_a_scripts_overrides_compose_and_build(settings: str, tmp_path: Path) ->
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path) -> Path:
     """A working folder with scripts, their rows and configs."""
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "plain.py").write_text(
         "def short(completions, **kwargs): return [1.0 for text in completions]\n"
         'config = GRPOConfig("out", num_generations=4, num_train_epochs=2, generation_kwargs={"stop": ["\\n\\n"]})\n'

@@ -50,10 +50,7 @@ KINDS = {
     "leftover groups": ["algorithm=dapo", "algorithm.keep.surplus=carry", "rollout.group_size=2", "train.steps=5"],
     "scripted completions": ["engine=fake", "algorithm=dapo"],
     "the sampler as old policy": [
-        "algorithm=dapo",
-        "algorithm/correction=sampler",
-        "train.epochs=2",
-        "train.minibatches=2",
+        *("algorithm=dapo", "algorithm/correction=sampler", "train.epochs=2", "train.minibatches=2")
     ],
     "a mixture, one checkpoint": [
         *("checkpoint.every=2", "checkpoint.keep=1"),
@@ -99,13 +96,6 @@ def test_steps_that_were_sampled_ahead_agree(grpocli: Grpocli, tmp_path: Path, m
     assert exactly(assert_agrees(grpocli, run, *engine[:2]), but=OWN_ENGINE)
     versions = {row["version"] for row in pq.read_table(run / "rollouts" / "step_000005.parquet").to_pylist()}
     assert max(versions) < 5
-
-
-@pytest.mark.survival
-def test_a_run_of_two_processes_is_replayed_by_one(grpocli: Grpocli, tmp_path: Path) -> None:
-    run = trained(tmp_path, *TINY, "hardware.processes=2", "hardware.timeout=120", "train.steps=3")
-    report = assert_agrees(grpocli, run)
-    assert unchecked(report) == {"they depend on the number of processes"}
 
 
 @pytest.fixture(scope="module")

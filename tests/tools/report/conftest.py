@@ -72,20 +72,3 @@ def show(chromium: Any, tmp_path: Path) -> Callable[..., Any]:
         return chromium
 
     return opened
-
-
-@pytest.fixture
-def downloads(chromium: Any, tmp_path: Path) -> Callable[[Callable[[], None]], Path]:
-    """Does something that saves a file, and returns the file."""
-
-    def saved(action: Callable[[], None]) -> Path:
-        folder = tmp_path / "downloads"
-        folder.mkdir()
-        chromium.execute_cdp_cmd(
-            "Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(folder), "eventsEnabled": False}
-        )
-        action()
-        wait_until(lambda: [path for path in folder.iterdir() if path.suffix == ".csv"])
-        return next(folder.iterdir())
-
-    return saved

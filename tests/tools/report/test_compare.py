@@ -41,9 +41,8 @@ def sweep(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_table_has_the_differing_keys_and_the_results(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(sweep), "--format", "json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+def test_a_table_has_the_differing_keys_and_the_results(sweep: Path, grpocli) -> None:
+    rows = json.loads(grpocli("compare", str(sweep), "--format", "json", code=0)[1])
     assert [(r["run"], r["algorithm"], r["seed"], r["accuracy"], r["exit"]) for r in rows] == [
         ("2", "dapo", 0, 0.9, "done"),
         ("1", "grpo", 1, 0.5, "done"),
@@ -65,28 +64,24 @@ def test_a_table_has_the_differing_keys_and_the_results(sweep: Path, capsys: pyt
         ("optim.lr", (1, 2), True),
     ],
 )
-def test_accuracies_over_other_problems_have_no_change(key: str, values, comparable: bool, tmp_path, capsys) -> None:
+def test_accuracies_over_other_problems_have_no_change(key: str, values, comparable: bool, tmp_path, grpocli) -> None:
     run(tmp_path / "one", "grpo", 0, 0.3)
     for step, changes in ((0, {}), (10, {key: values})):
         add_session(RunDir(tmp_path / "one"), Session(step, "day", {}, changes))
-    main([str(tmp_path), "--format", "json"])
-    row = json.loads(capsys.readouterr().out)[0]
+    row = json.loads(grpocli("compare", str(tmp_path), "--format", "json")[1])[0]
     assert row["change"] == (pytest.approx(0.2) if comparable else None)
     assert (row["before"], row["accuracy"]) == (0.1, 0.3)
-    main([str(tmp_path)])
     said = "one has no change: before and after are of different evaluations: "
-    assert (f"{said}{key} " in capsys.readouterr().out) is not comparable
+    assert (f"{said}{key} " in grpocli("compare", str(tmp_path))[1]) is not comparable
 
 
-def test_repetitions_with_other_seeds_are_averaged(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main([str(sweep), "--format", "markdown"])
-    out = capsys.readouterr().out
+def test_repetitions_with_other_seeds_are_averaged(sweep: Path, grpocli) -> None:
+    _, out, _ = grpocli("compare", str(sweep), "--format", "markdown")
     assert "| grpo | 2 | 0.100 ± 0.000 | 0.400 ± 1.271 | 0.300 ± 1.271 |" in out
     assert out.endswith("final reward: the mean over the last 10 steps\n")
 
 
-def test_a_folder_that_is_not_a_run_gets_a_suggestion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_folder_that_is_not_a_run_gets_a_suggestion(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^--run a: there is no such folder; give the folder of a run$"):
         check_is_run(Path("a"), "--run a")
     for age, name in enumerate(["day/late", "day/early", "other/one"]):
@@ -107,7 +102,7 @@ def test_a_folder_that_is_not_a_run_gets_a_suggestion(tmp_path: Path, monkeypatc
             check_is_run(Path(given), "")
 
 
-def test_typed_keys_are_shown_beside_a_choice_that_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_typed_keys_are_shown_beside_a_choice_that_differs(tmp_path: Path, grpocli) -> None:
     for i, (name, part) in enumerate([("grpo", "k3"), ("dapo", "none")]):
         for beta in (0.1, 0.2):
             folder, kl = tmp_path / f"{name}{beta}", {"beta": beta} | ({"sync_every": 0} if part == "k3" else {})
@@ -115,8 +110,7 @@ def test_typed_keys_are_shown_beside_a_choice_that_differs(tmp_path: Path, capsy
             config = json.loads((folder / "config.yaml").read_text())
             config["overrides"] = [f"algorithm={name}", f"+algorithm.kl.beta={beta}", f"optim.lr={i}"]
             (folder / "config.yaml").write_text(json.dumps(config | {"algorithm": {"kl": kl, "high": i}}))
-    main([str(tmp_path), "--format", "csv"])
-    assert capsys.readouterr().out.startswith("run,algorithm,lr,kl.beta,steps,")
+    assert grpocli("compare", str(tmp_path), "--format", "csv")[1].startswith("run,algorithm,lr,kl.beta,steps,")
 
 
 @pytest.mark.parametrize(
@@ -137,12 +131,11 @@ def test_typed_keys_are_shown_beside_a_choice_that_differs(tmp_path: Path, capsy
     ],
     ids=range(12),
 )
-def test_a_broken_run_has_a_row_without_what_is_no_number(file: str, text: str, said: str, sweep, capsys) -> None:
+def test_a_broken_run_has_a_row_without_what_is_no_number(file: str, text: str, said: str, sweep, grpocli) -> None:
     (sweep / "0" / file).write_text(text)
     (sweep / "4" / ".hydra").mkdir(parents=True)
     (sweep / "4" / ".hydra" / "overrides.yaml").write_text("- algorithm=drgrpo")
-    main([str(sweep), "--format", "json", "--sort", "path"])
-    first, *others = json.loads(capsys.readouterr().out)
+    first, *others = json.loads(grpocli("compare", str(sweep), "--format", "json", "--sort", "path")[1])
     assert first["exit"].startswith(said)
     assert [row["exit"] for row in others] == ["done", "done", "unfinished", "not started"]
     missing = {"metrics.jsonl": ("final reward",), "summary.json": ("accuracy", "change")}.get(file, ())
@@ -153,7 +146,7 @@ ESCAPE = "\x1b]0;owned\x07\x1b[2J"
 
 
 @pytest.mark.parametrize("style", ["table", "markdown", "csv", "json"])
-def test_escape_sequences_of_a_run_never_reach_the_terminal(style: str, sweep: Path, capsys) -> None:
+def test_escape_sequences_of_a_run_never_reach_the_terminal(style: str, sweep: Path, grpocli) -> None:
     for i in (0, 1):
         file = sweep / str(i) / "config.yaml"
         config = json.loads(file.read_text()) | {f"{ESCAPE}key": f"{ESCAPE}{i}", "task": {"split": i}}
@@ -162,8 +155,7 @@ def test_escape_sequences_of_a_run_never_reach_the_terminal(style: str, sweep: P
     (sweep / "3").rename(sweep / f"{ESCAPE}3".replace("/", ""))
     changes = {f"task.{ESCAPE}": (f"{ESCAPE}0", ESCAPE)}
     add_session(RunDir(sweep / "1"), Session(0, "", {}, changes))
-    main([str(sweep), "--format", style])
-    out = capsys.readouterr().out
+    _, out, _ = grpocli("compare", str(sweep), "--format", style)
     assert "key" in out
     assert not set(out) & {"\x1b", "\x07"}
 
@@ -211,8 +203,7 @@ def test_a_picture_names_runs_metrics_and_the_band(two_rates: Path, tmp_path: Pa
         (["--plot", "folder.png"], "--plot=folder.png: "),
     ],
 )
-def test_wrong_options_are_one_sentence(two_rates: Path, options, problem: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_wrong_options_are_one_sentence(two_rates: Path, options, problem: str, tmp_path: Path) -> None:
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(ConfigError) as error:
         main([str(two_rates), *options])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Any
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from cli.running import SMALL, metrics, run_here
+from report.conftest import wait_until
 
 from grpocli_tools.report.build_page import Builder
 from grpocli_tools.report.page_data import PageData
@@ -39,10 +39,14 @@ def test_an_open_group_has_the_texts_and_numbers_of_the_parquet(show, trained) -
     assert browser.find_element("css selector", "#group .answer").text == rows[0]["answer"]
 
 
-def test_all_curves_as_csv_have_each_number_of_the_page(show, trained, downloads: Any) -> None:
+def test_all_curves_as_csv_have_each_number_of_the_page(show, trained, tmp_path: Path) -> None:
     run, data = trained
     browser = show(data, "#tab=curves")
-    saved = downloads(lambda: browser.find_element("id", "save-all").click())
+    here = {"behavior": "allow", "downloadPath": str(tmp_path), "eventsEnabled": False}
+    browser.execute_cdp_cmd("Browser.setDownloadBehavior", here)
+    browser.find_element("id", "save-all").click()
+    wait_until(lambda: list(tmp_path.glob("*.csv")))
+    (saved,) = tmp_path.glob("*.csv")
     rows = {int(row["step"]): row for row in csv.DictReader(saved.read_text().splitlines())}
     for row in metrics(run):
         assert {name: float(text) for name, text in rows[row["step"]].items() if text and name in row} == {
