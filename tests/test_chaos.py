@@ -49,6 +49,7 @@ def shared(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     made.close()
 
 
+@pytest.mark.processes
 @pytest.mark.survival
 @pytest.mark.parametrize("trial", RUNS + SHORT, ids=str)
 def test_promises_hold(trial: Trial, shared: Shared, tmp_path: Path) -> None:

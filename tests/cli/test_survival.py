@@ -11,7 +11,7 @@ from cli.running import EVEN, SMALL, assert_close_metrics, assert_same_run, fini
 from cli.test_processes_run import TWO_MACHINES, machine
 from replay.test_kinds_of_runs import assert_agrees, unchecked
 
-pytestmark = pytest.mark.survival
+pytestmark = [pytest.mark.processes, pytest.mark.survival]
 
 LONG = ["train", *SMALL, *EVEN, "train.steps=8", "checkpoint.every=3", "eval.problems=0", "optim.warmup_steps=4"]
 

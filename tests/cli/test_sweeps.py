@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from cli.running import SMALL, run_here
+from cli.running import SMALL, finish, run_here, start
 from omegaconf import OmegaConf
 
 from grpocli.errors import Stopped
@@ -21,7 +21,7 @@ def test_optuna_finds_the_best_of_its_trials(tmp_path: Path) -> None:
     study = ["hydra.sweeper.direction=maximize", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"]
     space = ["optim.lr=tag(log,interval(1e-4,1e-2))", "algorithm.objective.high=interval(0.1,0.4)"]
     small = [*SMALL, "train.steps=1", "eval.problems=32"]
-    assert run_here("train", "-m", *sampler, *study, *space, *small, f"hydra.sweep.dir={tmp_path}/sweep") == 0
+    finish(start("train", "-m", *sampler, *study, *space, *small, f"hydra.sweep.dir={tmp_path}/sweep"), code=0)
     best = OmegaConf.load(tmp_path / "sweep" / "optimization_results.yaml")
     reached, tried = [], []
     for folder in sorted(path for path in (tmp_path / "sweep").iterdir() if path.is_dir()):

