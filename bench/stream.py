@@ -3,7 +3,7 @@
 Trains the built-in model with two servers and an objective that sleep (`bench/paced.py`). Completions have log-normal
 lengths, and an update takes as long as sampling with all slots. The bound is max(tokens / capacity, training). Prints a
 line of JSON: the mean step without the first max_staleness + 1, its ratio to the bound, and that of
-`grpocli plan --simulate` for the same lengths. `own` is what update and sync of a step take beside the sleep.
+`grpocli plan --simulate` for the same lengths, without and with `own`: what update and sync take beside the sleep.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -58,9 +58,7 @@ def job_of(args: argparse.Namespace) -> Job:
     tokens = PROMPTS * GROUP * lengths.mean / args.kept
     scale = args.bound * SERVERS * SLOTS / (tokens * (FIRST + EACH * SLOTS))
     return Job(
-        prompts=PROMPTS,
-        group=GROUP,
-        prompt_tokens=0.0,
+        *(PROMPTS, GROUP, 0.0),
         lengths=Requested(lengths.typical, lengths.spread, lengths.longest),
         speeds=Speeds([0.0, *(scale * (FIRST + EACH * n) for n in range(1, SLOTS + 1))], update=args.bound),
         servers=SERVERS,
@@ -106,12 +104,14 @@ def main() -> None:
     cli.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="not simulated, such as rollout.order=request")
     args = cli.parse_args()
     rows = measured(args)[args.staleness + 1 :]
-    seconds, training = (fmean(row[f"time/{part}"] for row in rows) for part in ("step", "train"))
+    seconds, training, sync = (fmean(row[f"time/{part}"] for row in rows) for part in ("step", "train", "sync"))
+    job = job_of(args)
+    slower = replace(job_of(args), speeds=replace(job.speeds, update=training, sync=sync))
     found = {
-        **{"staleness": args.staleness, "sigma": args.sigma, "kept": args.kept, "overrides": args.overrides},
-        **{"steps": len(rows), "seconds": seconds, "bound": args.bound, "ratio": seconds / args.bound},
-        "simulated": simulate(job_of(args), args.steps).step_seconds / args.bound,
-        **{"trainer_idle": 1 - training / seconds, "own": training - args.bound + fmean(r["time/sync"] for r in rows)},
+        **vars(args) | {"steps": len(rows), "seconds": seconds, "ratio": seconds / args.bound},
+        "simulated": simulate(job, args.steps).step_seconds / args.bound,
+        "simulated_with_own": simulate(slower, args.steps).step_seconds / args.bound,
+        **{"trainer_idle": 1 - training / seconds, "own": training - args.bound + sync},
     }
     print(json.dumps({name: round(x, 3) if isinstance(x, float) else x for name, x in found.items()}))
 
