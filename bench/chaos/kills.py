@@ -1,10 +1,14 @@
-"""Signals to any process of a run at any moment: nothing is left, and a resumed run equals an uninterrupted one."""
+"""Signals to any process of a run at any moment: nothing is left, and a resumed run equals an uninterrupted one.
+
+Where groups of a resumed run depend on the clock, every prompt is trained, or rejected by the algorithm, exactly once.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,21 +19,26 @@ from chaos.trial import Kind, require, spread
 from chaos.workspace import SMALL, START, Command, Workspace, check_equal, metrics, read, require_module
 from cli.copied import config_dir
 
+from grpocli.runs.rollouts import read_rollouts
+
 STEPS = 8
-ONE_AHEAD = ["rollout.max_staleness=1", "rollout.in_flight=false"]  # in_flight: versions depend on the clock
+ONE_AHEAD = ["rollout.max_staleness=1", "rollout.in_flight=false"]
+IN_FLIGHT = ["rollout.max_staleness=2", "algorithm/keep=dynamic", "checkpoint.every=2"]  # versions depend on the clock
 RUNS = {
     "engine=transformers": [],
     "engine=transformers, two processes": ["hardware.processes=2"],
     "engine=transformers, two processes with FSDP2": ["hardware.processes=2", "hardware.parallel=fsdp2"],
     "engine=copied, staleness 1": ["engine=copied", *ONE_AHEAD],
+    "engine=copied, in flight": ["engine=copied", "engine.slow=0.02", *IN_FLIGHT],
     "engine=vllm": ["engine=vllm"],
     "engine=vllm, staleness 1": ["engine=vllm", *ONE_AHEAD],
 }
 SHARES = {
-    "engine=transformers": 18,
+    "engine=transformers": 14,
     "engine=transformers, two processes": 10,
     "engine=transformers, two processes with FSDP2": 6,
-    "engine=copied, staleness 1": 14,
+    "engine=copied, staleness 1": 10,
+    "engine=copied, in flight": 8,
     "engine=vllm": 8,
     "engine=vllm, staleness 1": 4,
 }
@@ -60,7 +69,7 @@ class Kill:
         config_dir(workspace.shared.folder / "conf")
         choices = ["--config-dir", str(workspace.shared.folder / "conf")]
         options = [*choices, *RUNS[self.run], f"train.steps={STEPS}"]
-        expected = workspace.finished(*options)
+        expected = None if "in flight" in self.run else workspace.finished(*options)
         run = workspace.folder / "run"
         command = workspace.start("train", *SMALL, *options, f"hydra.run.dir={run}", fresh=self.target == ALL)
         try:
@@ -83,7 +92,10 @@ class Kill:
         if ended.code != 0:
             workspace.run("train", *choices, f"resume={run}", seconds=START).check(0)
             check_removed(memory)
-        check_equal(run, expected)
+        if expected:
+            check_equal(run, expected)
+        else:
+            check_groups(run)
 
     def wait(self, command: Command, run: Path) -> None:
         """Wait for the moment, or the end of the run."""
@@ -145,6 +157,16 @@ def check_removed(memory: Iterable[Path]) -> None:
     """Raise PromiseBroken if some of this shared memory is left."""
     left = [path.name for path in memory if path.exists()]
     require(not left, f"it left shared memory: {', '.join(left)}")
+
+
+def check_groups(run: Path) -> None:
+    """Raise PromiseBroken unless each draw of a prompt is in one rollout file, once, and all steps are trained."""
+    steps = [row["step"] for row in metrics(run)]
+    require(steps == list(range(1, STEPS + 1)), f"the steps are {steps}")
+    files = [read_rollouts(run / "rollouts" / f"step_{step:06d}.parquet") for step in steps]
+    groups = Counter(int(uid) for rows in files for uid, _ in {(row["uid"], row["group"]) for row in rows})
+    wrong = {number: groups[number] for number in range(max(groups) + 1) if groups[number] != 1}
+    require(not wrong, f"draws and how often they were trained or rejected: {wrong}")
 
 
 def has_metrics(run: Path) -> bool:
