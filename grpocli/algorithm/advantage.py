@@ -1,9 +1,9 @@
-"""Advantages from the scores of groups, and weights of questions, by which they are multiplied.
+"""What the scores of groups become: advantages, weights of questions that multiply them, and which groups train.
 
 `scores_PG` is [prompts, group], the summed rewards. NaN means that no reward applies to the completion: statistics
 leave it out, and its advantage is 0. An advantage that also depends on the completions' lengths has `needs_lengths` and
 is called with `lengths_PG`, the numbers of tokens in the loss. `accuracy_PG` is the reward that a question weight
-names.
+names, and `rewards_PG` the one that must differ within a group that trains.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from grpocli.config.schema import Run
+
+SCORE = "score"
+"""Value of `keep.reward` for the weighted sum of all rewards, unless a reward has this name."""
 
 
 @section("algorithm.advantage")
@@ -219,6 +222,57 @@ class Difficulty:
         logits_P = (-mean_P.masked_fill(unsolved_P, 1.0) / self.temperature).masked_fill(~informative_P, float("-inf"))
         weights_P = logits_P.softmax(0) * informative_P.sum()
         return weights_P.where(informative_P, weights_P.new_ones(()))
+
+
+@part("algorithm/keep", "all")
+class KeepAll:
+    """Trains on every group, after one round of sampling."""
+
+    mask_truncated: bool = False
+    """Take completions that were cut off at rollout.max_completion_tokens out of the loss."""
+    max_rounds = 1
+    on_exhausted = "train_partial"
+    surplus = "discard"
+    reward = None
+
+    def __call__(self, rewards_PG: Tensor) -> Tensor:
+        return rewards_PG.new_ones(rewards_PG.shape[0]).bool()
+
+
+@part("algorithm/keep", "dynamic")
+class DynamicSampling:
+    """Trains on groups whose accuracy is not constant; samples until `rollout.prompts_per_step` are found.
+
+    DAPO (arXiv 2503.14476), section 3.2, equation 11: some answers are right and some are wrong. A refill is sized by
+    the share of groups kept so far in the step.
+    """
+
+    max_rounds: int = 10
+    """Most rounds of sampling in a step."""
+    on_exhausted: str = "train_partial"
+    """After the last round, `train_partial` trains on the groups found and `error` stops the run."""
+    surplus: str = "discard"
+    """`discard` groups beyond `rollout.prompts_per_step`, or `carry` them into the next step. Leftover groups are
+    off-policy by one weight version; the sampler's log-probs are their old log-probs."""
+    mask_truncated: bool = False
+    """Take completions that were cut off at rollout.max_completion_tokens out of the loss."""
+    reward: str | None = None
+    """Name of the reward that must differ within a group. null: the accuracy reward of the group's task or, if it
+    does not apply to the group, the first that does. `score`: the weighted sum of all rewards, which with an overlong
+    punishment also keeps groups that differ only in length."""
+
+    def __post_init__(self) -> None:
+        require(self, "max_rounds", self.max_rounds >= 1, "must be at least 1")
+        one_of(self, "on_exhausted", ("train_partial", "error"))
+        one_of(self, "surplus", ("discard", "carry"))
+
+    def check_run(self, run: Run) -> None:
+        """Require a reward of this run."""
+        if self.reward not in (None, SCORE):
+            one_of(self, "reward", run.reward, "one of this run's rewards:")
+
+    def __call__(self, rewards_PG: Tensor) -> Tensor:
+        return ~constant_P1(rewards_PG).squeeze(1)
 
 
 def count_P1(scores_PG: Tensor) -> Tensor:

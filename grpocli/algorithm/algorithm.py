@@ -5,18 +5,25 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from grpocli.algorithm.advantage import NoAdvantage, centred_PG, constant_P1, rounding, std_P1
+from grpocli.algorithm.advantage import (
+    SCORE,
+    DynamicSampling,
+    NoAdvantage,
+    centred_PG,
+    constant_P1,
+    rounding,
+    std_P1,
+)
 from grpocli.algorithm.aggregate import Totals
-from grpocli.algorithm.contract import check_rows, checked_rewards, try_part
-from grpocli.algorithm.keep import SCORE, Dynamic
+from grpocli.algorithm.contract import try_part
 from grpocli.algorithm.kl import KL
 from grpocli.algorithm.metrics import loss_metrics
 from grpocli.algorithm.objective import loss_and_flags
-from grpocli.config.parts import one_of, part, require
+from grpocli.config.parts import nearest, one_of, part, require
 from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -76,7 +83,7 @@ class Algorithm:
         if not run.reward and has_advantage and not self.supervised:
             problem = "without rewards there is no advantage: add algorithm/advantage=none, or choose a reward"
             raise ConfigError(problem, key="reward", value="none")
-        informative = isinstance(self.keep, Dynamic) or getattr(self.aggregate, "informative_only", False)
+        informative = isinstance(self.keep, DynamicSampling) or getattr(self.aggregate, "informative_only", False)
         if informative and not has_advantage:
             problem = "no group has one: leave algorithm/keep=all and algorithm.aggregate.informative_only=false"
             raise ConfigError(problem, key="algorithm/advantage", value="none")
@@ -153,7 +160,7 @@ class Algorithm:
         """Sum of weight x reward [P, G]; NaN where no reward applies. Raises the errors of `advantages`."""
         import torch
 
-        rewards, weights = checked_rewards(rewards, weights), weights or {}
+        rewards, weights = _checked(rewards, weights), weights or {}
         weighted_RPG = torch.stack([values_PG * weights.get(name, 1.0) for name, values_PG in rewards.items()])
         total_PG = weighted_RPG.nansum(0)
         cancelled_PG = total_PG.abs() <= rounding(weighted_RPG.abs().nansum(0))  # 0.1 + 0.2 - 0.3 is 0
@@ -175,7 +182,7 @@ class Algorithm:
         is missing, or if `lengths` has another shape, or is missing and the advantage part needs it.
         Raises ConfigError if `algorithm.question_weight.reward` is not the name of a reward.
         """
-        rewards = checked_rewards(rewards, weights)
+        rewards = _checked(rewards, weights)
         scores_PG = self.scores(rewards, weights)
         if lengths is not None and lengths.shape != scores_PG.shape:
             raise ValueError(f"lengths has the shape {list(lengths.shape)}, the rewards {list(scores_PG.shape)}")
@@ -214,7 +221,7 @@ class Algorithm:
         accuracy: Sequence[str] | None = None,
     ) -> Tensor:
         """The groups [P] (bool) to train on, by the keep part. Arguments and errors are those of `advantages`."""
-        rewards = checked_rewards(rewards, weights)
+        rewards = _checked(rewards, weights)
         if self.keep.reward == SCORE and SCORE not in rewards:
             chosen_PG = self.scores(rewards, weights)
         else:
@@ -286,8 +293,8 @@ class Algorithm:
         Raises ValueError for a wrong shape, and if `ref_logp`, `entropy`, `selected` or `group_ids` is missing and a
         part needs it.
         """
-        check_rows(logp, old_logp=old_logp, advantages=advantages, mask=mask, group_ids=group_ids, ref_logp=ref_logp)
-        check_rows(logp, rollout_logp=rollout_logp, entropy=entropy, selected=selected)
+        _check_shapes(logp, old_logp=old_logp, advantages=advantages, mask=mask, group_ids=group_ids, ref_logp=ref_logp)
+        _check_shapes(logp, rollout_logp=rollout_logp, entropy=entropy, selected=selected)
         whole = totals is None
         if group_ids is None and not whole and getattr(self.aggregate, "needs_groups", True):  # a user's may lack it
             raise ValueError("loss(totals=...) needs loss(group_ids=...), as in totals(group_ids=...)")
@@ -324,6 +331,43 @@ class Algorithm:
         for flags in sides.values():  # [B] for a sequence ratio
             found_BT = found_BT | (flags if flags.shape == mask.shape else flags.unsqueeze(1))
         return found_BT & mask.bool()
+
+
+def _checked(rewards: Mapping[str, Tensor], weights: Mapping[str, float] | None) -> dict[str, Tensor]:
+    """The rewards as floating-point tensors [P, G]. Raises the ValueErrors of `Algorithm.advantages`, with the name."""
+    import torch
+
+    if not rewards:
+        raise ValueError("an algorithm needs at least one reward: {name: tensor [P, G]}")
+    shape = next(iter(rewards.values())).shape
+    for name, values in rewards.items():
+        if values.ndim != 2 or values.shape != shape:
+            raise ValueError(f"reward {name!r} has the shape {list(values.shape)}; give [P, G], the same for all")
+        if values.isinf().any():
+            where = values.isinf().nonzero()[0].tolist()
+            raise ValueError(f"reward {name!r} is infinite at {where}; give NaN where it does not apply")
+    for name, weight in (weights or {}).items():
+        if name not in rewards:
+            raise ValueError(f"weights[{name!r}]: there is no such reward{nearest(name, rewards)}")
+        if not math.isfinite(weight):
+            raise ValueError(f"weights[{name!r}] is {weight}; give a finite number")
+    return {n: v if v.is_floating_point() else v.to(torch.get_default_dtype()) for n, v in rewards.items()}
+
+
+def _check_shapes(logp: Tensor, **others: Tensor | None) -> None:
+    """Raise ValueError with the name of an argument of `loss` whose shape would be broadcast silently.
+
+    `group_ids` is [B], `advantages` is [B] or [B, T], and the others are [B, T].
+    """
+    if logp.ndim != 2:
+        raise ValueError(f"loss(logp=...) has the shape {list(logp.shape)}; give [B, T]")
+    for name, value in others.items():
+        if value is None:
+            continue
+        of_rows = name == "group_ids" or (name == "advantages" and value.ndim == 1)
+        shape = logp.shape[:1] if of_rows else logp.shape
+        if value.shape != shape:
+            raise ValueError(f"loss({name}=...) has the shape {list(value.shape)}; give {list(shape)}, as logp has")
 
 
 def _inside(mask: Tensor, *given: Tensor) -> list[Tensor]:

@@ -1,22 +1,13 @@
-"""What an algorithm and its parts get and return: parts of users are tried, arguments of public methods are checked.
-
-Only values of rewards are read, once a step: `loss`, called for every micro-batch, must not wait for the device.
-"""
+"""What the parts of an algorithm get and return: those of users are tried with it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpocli.algorithm.aggregate import Totals
 from grpocli.algorithm.objective import loss_and_flags
-from grpocli.config.parts import nearest
 from grpocli.config.user_code import REQUIRED_MEMBERS, choice_of, raised
 from grpocli.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SIZES = {"P": 2, "G": 4, "B": 3, "T": 5}
 """Sizes of the trial."""
@@ -62,40 +53,3 @@ def try_part(kind: str, part: Any) -> None:
         gets = ", ".join(f"{name} {GETS.get(name, '[B, T]')}" for name in names)
         problem = f"gets ({gets}) and returns {RETURNS[kind]}; in a trial with {SIZES}: {problem}"
         raise ConfigError(problem, key=f"algorithm/{kind}", value=choice_of(f"algorithm/{kind}", part))
-
-
-def checked_rewards(rewards: Mapping[str, Tensor], weights: Mapping[str, float] | None) -> dict[str, Tensor]:
-    """The rewards as floating-point tensors [P, G]. Raises the ValueErrors of `Algorithm.advantages`, with the name."""
-    import torch
-
-    if not rewards:
-        raise ValueError("an algorithm needs at least one reward: {name: tensor [P, G]}")
-    shape = next(iter(rewards.values())).shape
-    for name, values in rewards.items():
-        if values.ndim != 2 or values.shape != shape:
-            raise ValueError(f"reward {name!r} has the shape {list(values.shape)}; give [P, G], the same for all")
-        if values.isinf().any():
-            where = values.isinf().nonzero()[0].tolist()
-            raise ValueError(f"reward {name!r} is infinite at {where}; give NaN where it does not apply")
-    for name, weight in (weights or {}).items():
-        if name not in rewards:
-            raise ValueError(f"weights[{name!r}]: there is no such reward{nearest(name, rewards)}")
-        if not math.isfinite(weight):
-            raise ValueError(f"weights[{name!r}] is {weight}; give a finite number")
-    return {n: v if v.is_floating_point() else v.to(torch.get_default_dtype()) for n, v in rewards.items()}
-
-
-def check_rows(logp: Tensor, **others: Tensor | None) -> None:
-    """Raise ValueError with the name of an argument of `loss` whose shape would be broadcast silently.
-
-    `group_ids` is [B], `advantages` is [B] or [B, T], and the others are [B, T].
-    """
-    if logp.ndim != 2:
-        raise ValueError(f"loss(logp=...) has the shape {list(logp.shape)}; give [B, T]")
-    for name, value in others.items():
-        if value is None:
-            continue
-        of_rows = name == "group_ids" or (name == "advantages" and value.ndim == 1)
-        shape = logp.shape[:1] if of_rows else logp.shape
-        if value.shape != shape:
-            raise ValueError(f"loss({name}=...) has the shape {list(value.shape)}; give {list(shape)}, as logp has")

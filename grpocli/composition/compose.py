@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 PART_MODULES = {
     "": "hardware",
-    "algorithm": "advantage aggregate algorithm correction entropy keep kl objective",
+    "algorithm": "advantage aggregate algorithm correction entropy kl objective",
     "config": "schema",
     "environments": "environment",
     "models": "loading tiny",

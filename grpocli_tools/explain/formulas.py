@@ -14,8 +14,8 @@ from importlib.resources import files
 from itertools import pairwise
 from typing import Any
 
+from grpocli.algorithm.advantage import SCORE, DynamicSampling
 from grpocli.algorithm.correction import AutoCorrection, Importance, NoCorrection, Preset
-from grpocli.algorithm.keep import SCORE, Dynamic
 from grpocli.algorithm.kl import K1, K2, K3, KL, MAX_K3, Estimator, Reverse
 from grpocli.algorithm.objective import Clip, Dppo
 from grpocli.config import yaml_text
@@ -283,7 +283,7 @@ def _kl(part: KL) -> Formula:
 
 
 @formula_of.register
-def _dynamic(part: Dynamic) -> Formula:
+def _dynamic(part: DynamicSampling) -> Formula:
     score = "s" if part.reward == SCORE else "R_d"
     then = {"train_partial": "train on fewer", "error": "stop the run"}[part.on_exhausted]
     surplus = {"discard": "discarded", "carry": "carried into the next step, π_old = μ"}[part.surplus]

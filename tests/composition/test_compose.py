@@ -41,15 +41,15 @@ def test_every_module_with_parts_is_imported_at_start() -> None:
 
 
 NAMED = {
-    "gspo": ("Std", "All", ("Clip", "sequence", 3e-4, 4e-4), "NoKL", "SequenceMean"),
-    "luspo": ("Std", "All", ("Clip", "sequence", 2e-3, 2.5e-3), "NoKL", "Constant"),
-    "cispo": ("Std", "Dynamic", ("Cispo", None, None, 4.0), "NoKL", "TokenMean"),
-    "sapo": ("Std", "All", ("Sapo", None, None, None), "NoKL", "SequenceMean"),
-    "gmpo": ("Std", "All", ("Geometric", None, 0.4, 0.4), "NoKL", "SequenceMean"),
-    "rloo": ("LeaveOneOut", "All", ("Mirror", None, None, None), "K2", "Constant"),
-    "reinforce_pp": ("ReinforcePlusPlus", "All", ("Clip", "token", 0.2, 0.2), "K2", "TokenMean"),
-    "maxrl": ("MaxRL", "All", ("Clip", "token", 0.2, 0.2), "NoKL", "TokenMean"),
-    "dppo": ("Center", "All", ("Dppo", None, 0.2, 0.2), "NoKL", "TokenMean"),
+    "gspo": ("Std", "KeepAll", ("Clip", "sequence", 3e-4, 4e-4), "NoKL", "SequenceMean"),
+    "luspo": ("Std", "KeepAll", ("Clip", "sequence", 2e-3, 2.5e-3), "NoKL", "Constant"),
+    "cispo": ("Std", "DynamicSampling", ("Cispo", None, None, 4.0), "NoKL", "TokenMean"),
+    "sapo": ("Std", "KeepAll", ("Sapo", None, None, None), "NoKL", "SequenceMean"),
+    "gmpo": ("Std", "KeepAll", ("Geometric", None, 0.4, 0.4), "NoKL", "SequenceMean"),
+    "rloo": ("LeaveOneOut", "KeepAll", ("Mirror", None, None, None), "K2", "Constant"),
+    "reinforce_pp": ("ReinforcePlusPlus", "KeepAll", ("Clip", "token", 0.2, 0.2), "K2", "TokenMean"),
+    "maxrl": ("MaxRL", "KeepAll", ("Clip", "token", 0.2, 0.2), "NoKL", "TokenMean"),
+    "dppo": ("Center", "KeepAll", ("Dppo", None, 0.2, 0.2), "NoKL", "TokenMean"),
 }
 
 

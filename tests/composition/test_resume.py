@@ -10,8 +10,8 @@ import yaml
 from composed import again, begun
 from omegaconf import OmegaConf
 
+from grpocli.algorithm.advantage import KeepAll
 from grpocli.algorithm.correction import NoCorrection
-from grpocli.algorithm.keep import All
 from grpocli.composition.compose import build_run, compose, save
 from grpocli.composition.overrides import rewrite
 from grpocli.composition.resume import Resume, changes
@@ -40,7 +40,7 @@ def test_a_key_that_follows_an_override_follows_it(tmp_path: Path) -> None:
 def test_another_algorithm_drops_the_keys_that_it_lacks(tmp_path: Path) -> None:
     begun(tmp_path, "algorithm=dapo", "reward.overlong.buffer_tokens=2")
     run = build_run(again(tmp_path, "algorithm=grpo"))
-    assert run.algorithm.keep == All()
+    assert run.algorithm.keep == KeepAll()
     assert run.reward["overlong"].buffer_tokens == 2, "the run keeps its rewards"
 
 
