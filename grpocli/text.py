@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
+from io import TextIOWrapper
 from typing import Any
 
 from grpocli.types import Message, Text
@@ -17,6 +19,12 @@ CREDENTIALS = re.compile(r"//(?P<secret>[^/@\s]*)@")
 SHORTEST = 6
 """The shortest value that is masked, in characters: shorter ones occur in other words."""
 _shown: dict[str, str] = {}
+
+
+def escape_unprintable() -> None:
+    """Print what standard output cannot encode as escapes, as standard error does: é in ASCII, of a folder josé."""
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def clean(text: str) -> str:

@@ -17,7 +17,7 @@ from grpocli.processes.libraries import quiet_libraries, shorten_spinning, use_l
 from grpocli.processes.node import leave_group
 from grpocli.processes.signals import StopSignal, handle_stops, restore
 from grpocli.processes.threads import end_process
-from grpocli.text import masked
+from grpocli.text import escape_unprintable, masked
 from grpocli.version import __version__
 
 COMMANDS = {
@@ -67,6 +67,7 @@ def main(argv: list[str] | None = None) -> None:
     use_large_pages()
     quiet_libraries()
     open_closed()
+    escape_unprintable()
     before = handle_stops(StopSignal(immediate=True).handle)  # until training handles them: clean up and exit
     try:
         try:

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.composition.hydra_sources import composer, conf_dir
 from grpocli.composition.overrides import in_quotes, key_of_override, parse
-from grpocli.config.parts import choices_of, nearest, stored
+from grpocli.config.parts import choices_of, nearest, nearest_key, stored
 from grpocli.config.yaml_text import TARGET, nodes
 from grpocli.errors import ConfigError
 from grpocli.plugins import hook
@@ -99,8 +99,7 @@ def _unknown_key(key: str, overrides: list[str], config_name: str) -> ConfigErro
         value = next((o.partition("=")[2] for o in overrides if key_of_override(o) == key), "VALUE")
         if advice := foreign.key_advice(key, value) or foreign.key_advice(name, value):
             return ConfigError(problem, hint=advice)
-    same = [known for known in keys if known.rpartition(".")[2] == name]
-    return ConfigError(problem + (nearest(key, keys) or (f'; did you mean "{same[0]}"?' if same else "")))
+    return ConfigError(problem + (nearest_key(key, keys) or "; `grpocli train --cfg job` shows the keys"))
 
 
 def _unknown_choice(text: str) -> ConfigError:

@@ -257,3 +257,18 @@ def nearest(word: str, names: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(names), n=5, cutoff=0.5)
     best = max(close, key=lambda name: sorted(name) == sorted(word), default="")
     return f'; did you mean "{best}"?' if best else ""
+
+
+def nearest_key(key: str, keys: Iterable[str]) -> str:
+    """`nearest` for keys: names that are alike in sections that are alike, or the same name in any section.
+
+    Of a key that no longer exists another one of its section says nothing.
+    """
+
+    def likeness(known: str) -> float:
+        pairs = zip(key.rpartition(".")[::2], known.rpartition(".")[::2], strict=True)
+        section, name = (difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
+        return section + name if name == 1 or min(section, name) >= 0.6 else 0
+
+    best = max(keys, key=likeness)
+    return f'; did you mean "{best}"?' if likeness(best) else ""

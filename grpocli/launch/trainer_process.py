@@ -22,7 +22,7 @@ from grpocli.processes.reports import JOINING, START
 from grpocli.runs.metrics import MetricsLog, reserve_space, summary_of, write_summary
 from grpocli.runs.run_dir import FORBIDDEN, RunDir
 from grpocli.runs.saved_run import SavedRun
-from grpocli.text import masked
+from grpocli.text import escape_unprintable, masked
 from grpocli.tracking.callbacks import RunEnd
 
 if TYPE_CHECKING:
@@ -245,6 +245,7 @@ def main() -> None:
     handle_stops(signal.SIG_IGN)  # the launching process knows which ones count, and makes the file
     heartbeat = HeartbeatWriter(run_dir.path, rank)
     quiet_libraries()
+    escape_unprintable()
     try:
         log_to(run_dir, rank)
         run = saved_run(run_dir)

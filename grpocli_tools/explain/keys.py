@@ -22,7 +22,7 @@ import yaml
 from omegaconf import MISSING
 
 from grpocli.config import yaml_text
-from grpocli.config.parts import BASES, CLASSES, nearest
+from grpocli.config.parts import BASES, CLASSES, nearest, nearest_key
 from grpocli.config.yaml_text import flat
 from grpocli.errors import ConfigError
 from grpocli_tools.explain.formulas import field_docs, summary
@@ -174,7 +174,7 @@ class ReferenceIndex:
                 hint = f"it is a name of {trainer}: grpocli explain --from-trl {word}"
                 raise ConfigError("there is no key of this name", key=word, hint=hint)
         parts = [name.rpartition(".")[2] for name in self.keys]
-        close = nearest(word, [*self.keys, *self.groups]) or nearest(word, parts)
+        close = nearest_key(word, [*self.keys, *self.groups]) or ("" if "." in word else nearest(word, parts))
         raise ConfigError(f"there is no key {word or '(nothing)'}{close}")
 
 

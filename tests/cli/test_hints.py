@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 from cli.running import SMALL
 
-from grpocli.config.parts import nearest
+from grpocli.config.parts import nearest, nearest_key
 from grpocli.models.tiny import SPECIAL, make_model, make_tokenizer
+from grpocli.text import escape_unprintable
 
 ALGORITHMS = ("cispo", "dapo", "dgpo", "dppo", "drgrpo", "gmpo", "grpo", "gspo", "rloo", "sapo")
 TYPED = {"gpro": "grpo", "grop": "grpo", "rlo": "rloo", "drgpo": "drgrpo"}
+KEYS = ("rollout", "rollout.order", "rollout.group_size", "optim.lr", "train.steps", "algorithm/objective")
 THOUGHT = ["model=thinks", "task=jsonl", "task.path=rows.jsonl", "task.format=chat"]
 FAKE = ["train", *SMALL[1:], "engine=fake", "train.steps=1", "eval.problems=0"]
 
@@ -20,6 +23,29 @@ FAKE = ["train", *SMALL[1:], "engine=fake", "train.steps=1", "eval.problems=0"]
 @pytest.mark.parametrize("word", TYPED)
 def test_the_nearest_name_is_what_people_mean(word: str) -> None:
     assert nearest(word, ALGORITHMS) == f'; did you mean "{TYPED[word]}"?'
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("rollout.group_siz", "rollout.group_size"),
+        ("rolout.group_siz", "rollout.group_size"),
+        ("lr", "optim.lr"),
+        ("train.lr", "optim.lr"),
+        ("algorithm/objectiv", "algorithm/objective"),
+        ("rollout.overlap", ""),  # there is no such key anymore
+    ],
+)
+def test_the_nearest_key_has_a_name_that_is_alike(key: str, meant: str) -> None:
+    assert nearest_key(key, KEYS) == (f'; did you mean "{meant}"?' if meant else "")
+
+
+def test_what_ascii_lacks_is_printed_as_an_escape(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, "ascii", write_through=True))
+    escape_unprintable()
+    print("/home/josé", end="")
+    assert written.getvalue() == rb"/home/jos\xe9"
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ import pytest
         (["plan", "--save", "60"], "--save"),
         (["plan", "--devices", "1", "engine=vllm", "engine.replicas=2"], "engine.replicas=2"),
         (["plan", "--devices", "4", "engine=vllm", "hardware.context_parallel=2"], "hardware.context_parallel"),
+        (["explain", "rollout.overlap"], "there is no key rollout.overlap\n"),
+        (["doctor", "rollout.overlap=1"], "there is no key rollout.overlap; `grpocli train --cfg job` shows the keys"),
         (["doctor", "train.stepps=3"], 'there is no key train.stepps; did you mean "train.steps"?'),
         (["doctor", "engine=transformers", "hardware.parallel=zero3"], "=zero3: engine=transformers cannot sample"),
         (["reward-check", "--lst", "5"], "--lst"),
