@@ -215,6 +215,7 @@ def step_job(row: Row, folder: Path, costs: DecodeCosts, training: Demand) -> Jo
         shared=shared,
         max_staleness=min(1, row["staleness"]),
         in_flight=bool(row["staleness"]),
+        in_order=not row["staleness"],
     )
 
 
@@ -307,7 +308,9 @@ def overlap_seconds(row: Row) -> float:
         low, high = (mean, high) if seconds < one["gen"] else (low, mean)
     update = one["update"] + (one["old_logp"] if row["old_logp"] else 0.0)
     job = overlap_job(row, row["rollout"], low, update * one["gpus"] / row["trainers"])
-    return simulate(replace(job, max_staleness=1, in_flight="partial rollouts" in row["name"]), 6).step_seconds
+    return simulate(
+        replace(job, max_staleness=1, in_flight=(flight := "partial rollouts" in row["name"]), in_order=not flight), 6
+    ).step_seconds
 
 
 def training_table(folder: Path) -> list[str]:

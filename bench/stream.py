@@ -67,6 +67,7 @@ def job_of(args: argparse.Namespace) -> Job:
         rollout_devices=SERVERS,
         max_staleness=args.staleness,
         in_flight=True,
+        in_order=False,
         kept=args.kept,
         rounds=10 if args.kept < 1 else 1,
     )

@@ -104,7 +104,7 @@ class Rollouts:
     """With max_staleness: change the weights under running requests. false: wait for them before each sync; which
     weights sample a completion then depends on no clock, and a resumed run is equal to the bit."""
     order: str = "ready"
-    """With max_staleness: which groups a step trains on. ready: of the oldest weights, those that ended first;
+    """With max_staleness: which groups a step trains on. ready: the oldest weights first, then what ended first;
     request: in the order of their prompts, so that a long completion holds up later ones."""
 
     def __post_init__(self) -> None:
@@ -155,6 +155,11 @@ class Rollouts:
     def longest_row(self) -> int:
         """Maximum tokens of a prompt with its completion."""
         return self.max_prompt_tokens + self.max_completion_tokens
+
+    @property
+    def in_order(self) -> bool:
+        """Whether a step of a stream takes groups in the order of their prompts."""
+        return self.order == "request" or not self.in_flight
 
     @property
     def sampling(self) -> Sampling:

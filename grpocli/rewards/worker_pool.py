@@ -166,7 +166,9 @@ class WorkerPool:
         weakref.finalize(self, _end_all, self._workers, 0.0)  # where an error ended a run before `close`
         self._idle: LifoQueue[Worker] = LifoQueue()
         self._closed = False
-        self._mapping = threading.RLock()
+        self._items = 0
+        """Of the calls of `map` that run; several threads may call it at once."""
+        self._changing = threading.RLock()
         self._starter = ThreadPoolExecutor(1, "pool")  # a worker dies with the thread that started it
         self._callers = ThreadPoolExecutor(workers, "workers")
 
@@ -180,29 +182,37 @@ class WorkerPool:
 
         Raises RunError if no worker starts, PoolClosed if another thread closes the pool.
         """
-        with self._mapping:
-            self.start(min(self.size, len(items)))
-            overruns: list[Overrun] = []
-            calls: list[Future[Any]] = []
-            try:
-                calls += [self._callers.submit(self._call, item, overruns) for item in items]
-                return [call.result() for call in calls]
-            except BaseException as error:
-                ended = self._closed
-                for call in calls:
-                    call.cancel()
-                self._kill()
-                wait(calls)
-                self.close()  # a late result must not be taken for a result of the next call
-                if ended and isinstance(error, RunError | RuntimeError):
-                    raise PoolClosed(f"{self.function} was ended while it scored") from error
-                raise
+        with self._changing:
+            if self._closed and self._items:
+                raise PoolClosed(f"{self.function} was ended while it scored")
+            self.start(min(self.size, self._items + len(items)))
+            self._items += len(items)
+        overruns: list[Overrun] = []
+        calls: list[Future[Any]] = []
+        try:
+            calls += [self._callers.submit(self._call, item, overruns) for item in items]
+            return [call.result() for call in calls]
+        except BaseException as error:
+            ended = self._closed
+            for call in calls:
+                call.cancel()
+            self._kill()  # a late result must not be taken for a result of the next call
+            wait(calls)
+            if ended and isinstance(error, RunError | RuntimeError):
+                raise PoolClosed(f"{self.function} was ended while it scored") from error
+            raise
+        finally:
+            with self._changing:
+                self._items -= len(items)
+                if self._closed and not self._items:
+                    self._end_workers()
 
     def start(self, n: int | None = None) -> None:
         """Start all workers, or at least n, without waiting for their imports, which take seconds."""
-        self._closed = False
-        while len(self._workers) < (self.size if n is None else n):
-            self._idle.put(self._new())
+        with self._changing:
+            self._closed = False
+            while len(self._workers) < (self.size if n is None else n):
+                self._idle.put(self._new())
 
     def _new(self) -> Worker:
         worker = self._starter.submit(Worker, self.function, self.variables, self.trusted, self.first).result()
@@ -250,15 +260,16 @@ class WorkerPool:
 
     def close(self) -> None:
         """End the workers. A `map` that runs in another thread raises PoolClosed."""
-        if not self._mapping.acquire(blocking=False):
-            self._kill()
-            return
-        try:
+        with self._changing:
             self._closed = True
-            _end_all(self._workers, GRACE if self.trusted else 0.0)  # of exit handlers, which may flush a log
-            self._idle = LifoQueue()
-        finally:
-            self._mapping.release()
+            if self._items:
+                self._kill()
+            else:
+                self._end_workers()
+
+    def _end_workers(self) -> None:
+        _end_all(self._workers, GRACE if self.trusted else 0.0)  # of exit handlers, which may flush a log
+        self._idle = LifoQueue()
 
 
 def _end_all(workers: list[Worker], grace: float) -> None:

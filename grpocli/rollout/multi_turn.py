@@ -65,6 +65,8 @@ class _RunningEpisode:
     request: Request
     environment: EnvironmentConfig
     reusable: ReusableKV
+    number: int
+    """Of all episodes, by the draw of its prompt; chooses the worker of a stateful environment."""
     state: dict[str, Any] = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -76,8 +78,6 @@ class _RunningEpisode:
     done: bool = False
     problem: str | None = None
     turns: int = 0
-    number: int = 0
-    """The number of the episode among those that run together; chooses the worker of a stateful environment."""
     calls: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
 
@@ -215,13 +215,11 @@ class MultiTurnEngine:
     ) -> list[_RunningEpisode]:
         """The episodes of the prompts that have an environment, reset. first: the requests of their first turns."""
         started = [
-            _RunningEpisode(k, i, prompt, request, self.environments[prompt.task], kv)
+            _RunningEpisode(k, i, prompt, request, self.environments[prompt.task], kv, _draw(prompt) * request.n + i)
             for k, (prompt, request) in enumerate(zip(prompts, requests, strict=True))
             if prompt.task in self.environments
             for i, kv in enumerate(first[k].reusable_kv or [ReusableKV()] * request.n)
         ]
-        for number, episode in enumerate(started):
-            episode.number = number
         for episode, answer in self._call_environments(started, "reset").items():
             if isinstance(answer, Failure):
                 episode.problem = f"the environment's reset failed: {answer.reason}"
@@ -376,6 +374,11 @@ def _turn_request(request: Request, environment: EnvironmentConfig | None) -> Re
         return request
     reusable_kv = tuple(ReusableKV() for _ in range(request.n)) if environment.turns > 1 else ()
     return replace(request, max_tokens=environment.turn_tokens, stop=tuple(environment.stop), reusable_kv=reusable_kv)
+
+
+def _draw(prompt: Prompt) -> int:
+    """The number of the prompt's draw, or its place in an evaluation."""
+    return int(prompt.uid.rpartition("-")[2])
 
 
 def _as_json(columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -127,8 +127,8 @@ class Recorder:
         if groups:
             self._sample(groups[0], advantages_PG[0].tolist())
         else:
-            rounds = f"the groups sampled in {metrics['sampling/rounds']} rounds, algorithm.keep.max_rounds"
-            self.view.warn(f"step {step} trained on nothing: of {rounds}, none had completions of different reward")
+            groups_of = "the groups that algorithm.keep.max_rounds allows"
+            self.view.warn(f"step {step} trained on nothing: of {groups_of}, none had completions of different reward")
         self._warn_of_no_signal(step, metrics, bool(advantages_PG.any()) and metrics.get("tokens/trained", 1) > 0)
         self.callbacks.after_evaluation(step, metrics)
         self.callbacks.after_step(step, metrics, _completions(groups, advantages_PG))

@@ -255,7 +255,7 @@ def make_collector(run: Run, sampler: Sampler, draw: Callable[[int], Prompt], wa
         run.rollout.max_staleness,
         run.train.steps,
         max_rounds=algorithm.keep.max_rounds,
-        in_order=run.rollout.order == "request" or not run.rollout.in_flight,
+        in_order=run.rollout.in_order,
         carry=algorithm.keep.surplus == "carry",
     )
     return Collector(

@@ -231,7 +231,8 @@ class SampledGroups:
     filtered: list[Group] = field(default_factory=list)
     """Those of them that the algorithm does not keep."""
     score_stats: ScoreStats = field(default_factory=ScoreStats)
-    rounds: int = 1
+    rounds: int | None = None
+    """None in a stream."""
 
 
 @dataclass(slots=True)
@@ -296,7 +297,7 @@ class Collector:
         wanted, keep = self.schedule.prompts_per_step, self.algorithm.keep
         if len(groups) < wanted and keep.on_exhausted == "error":
             raise RewardError(
-                f"algorithm.keep.max_rounds={sampled.rounds}: only {len(groups)} of {wanted} prompts had completions "
+                f"algorithm.keep.max_rounds={keep.max_rounds}: only {len(groups)} of {wanted} prompts had completions "
                 "of different reward; raise it, or choose easier or harder prompts"
             )
         tools, tool_warnings = tool_use(sampled.all or groups)
@@ -322,13 +323,13 @@ class Collector:
         written = sum(rollout.completion.written for group in sampled.all for rollout in group.rollouts)
         read = sum(len(group.prompt.token_ids) * len(group.rollouts) for group in sampled.all)
         metrics = {
-            "sampling/rounds": sampled.rounds,
             "sampling/kept": len(wanted),
             "sampling/carried": n_leftover,
             "sampling/acceptance": (n - len(sampled.filtered)) / n if n else 1.0,
             "tokens/generated": 0.0 if self.algorithm.supervised else float(written),
             "num_tokens": written + read,
         }
+        metrics |= {} if sampled.rounds is None else {"sampling/rounds": sampled.rounds}
         groups = sampled.all or wanted  # a step may need no more than the leftover groups
         rewards = rewards_of(groups, self.reward_weights)
         scores_PG = self.algorithm.scores(rewards, self.reward_weights) if rewards else None

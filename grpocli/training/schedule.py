@@ -9,8 +9,8 @@ draw.
     end(number)     a group has ended, and the algorithm keeps it or not
     take()          the groups that the step trains on; None: it has to wait
 
-With max_staleness 0 a step samples in rounds: the first has as many groups as the step lacks, and a later one as many
-as are likely to give those that the algorithm has not kept.
+With max_staleness 0 a step samples in rounds: the first has as many groups as the step lacks, and the size of a later
+one follows the share kept so far.
 
 Above 0 rollouts are a stream: at most (max_staleness + 1) x prompts_per_step groups have started and are not trained.
 A step takes groups of the oldest weights first, and waits for a group that would be too old for a later step. So
@@ -38,7 +38,7 @@ class Schedule:
     steps: int
     """The last step of the run."""
     max_rounds: int = 1
-    """Rounds of a step. In a stream the algorithm may reject what the later rounds could sample, and get others."""
+    """Of a step. A stream replaces as many rejected groups as the later rounds of a step could sample."""
     in_order: bool = False
     """A step takes the groups of a stream in the order of their numbers, so that it depends on no clock."""
     carry: bool = False
@@ -47,7 +47,7 @@ class Schedule:
     """The last step that began; its weights are the engine's."""
     draws: int = 0
     """The number of the next new group."""
-    again: list[int] = field(default_factory=list)
+    restarted: list[int] = field(default_factory=list)
     """Groups that were running when a checkpoint was saved; they start first."""
     running: dict[int, int] = field(default_factory=dict)
     """{number: the weight version that a group began with}."""
@@ -55,7 +55,8 @@ class Schedule:
     """{number: the version of the oldest token} of groups to train on, in the order in which they ended."""
     kept: int = 0
     """Groups that the algorithm kept since the last batch."""
-    rejected: int = 0
+    rejected: list[int] = field(default_factory=list)
+    """Groups that the algorithm rejected since then; in order, those behind the last one taken."""
     rounds: int = 0
     """Of this step."""
     wanted: bool = False
@@ -69,8 +70,8 @@ class Schedule:
         """The groups that start now, with the engine's weights."""
         started = []
         for _ in range(self._room() if self.max_staleness else self._round()):
-            if self.again:
-                started.append(self.again.pop(0))
+            if self.restarted:
+                started.append(self.restarted.pop(0))
             else:
                 started.append(self.draws)
                 self.draws += 1
@@ -85,14 +86,14 @@ class Schedule:
         self.rounds += 1
         if self.rounds == 1:
             return missing
-        expected = math.ceil(missing * (self.kept + self.rejected) / max(self.kept, 1))
+        expected = math.ceil(missing * (self.kept + len(self.rejected)) / max(self.kept, 1))
         return min(expected, MAX_REFILL * self.prompts_per_step)
 
     def _room(self) -> int:
         """The number of groups that a stream has room for."""
         steps = min(self.max_staleness, self.steps - self.step) + self.wanted
         replaced = (self.max_rounds - 1) * MAX_REFILL * self.prompts_per_step
-        not_replaced = max(0, self.rejected - replaced)
+        not_replaced = max(0, len(self.rejected) - replaced)
         return steps * self.prompts_per_step - not_replaced - len(self.running) - len(self.ready)
 
     def end(self, number: int, version: int, kept: bool) -> None:
@@ -102,12 +103,12 @@ class Schedule:
             self.ready[number] = version
             self.kept += 1
         else:
-            self.rejected += 1
+            self.rejected.append(number)
 
     def take(self) -> list[int] | None:
         """The groups that the step trains on; None while it waits. Fewer than a whole batch after many rejections.
 
-        Call `start` before, so that no group runs only if none may start.
+        Call `start` before, so that groups run unless none may start, and after, since there is more room.
         """
         needed = self.prompts_per_step if self.max_staleness else math.inf  # a round ends first
         if not self.wanted or (self.running and len(self.ready) < needed):
@@ -121,7 +122,9 @@ class Schedule:
         if not self.max_staleness:  # at most a step's worth, which the next step trains on, so none gets older
             fresh = [number for number in sorted(self.ready) if self.ready[number] == self.step]
             self.ready = dict.fromkeys(fresh[: self.prompts_per_step * self.carry], self.step)
-        self.wanted, self.kept, self.rejected = False, 0, 0
+        last = max(taken) if self.in_order and len(taken) == self.prompts_per_step else math.inf
+        self.rejected = [number for number in self.rejected if number > last]
+        self.wanted, self.kept = False, 0
         return taken
 
     def _may_take(self, taken: set[int]) -> bool:
@@ -138,7 +141,7 @@ class Schedule:
         steps = range(self.max_staleness)
         return all(sum(age >= self.max_staleness - a for age in ages) <= a * self.prompts_per_step for a in steps)
 
-    def restore(self, running: Iterable[int], ready: Mapping[int, int], draws: int) -> bool:
+    def restore(self, running: Iterable[int], ready: Mapping[int, int], rejected: Iterable[int], draws: int) -> bool:
         """Continue after a checkpoint that was saved after step `self.step`.
 
         Returns False, and asks for all groups again, if the ready ones are too old for a lower max_staleness.
@@ -148,5 +151,5 @@ class Schedule:
         else:
             in_time = all(self.carry and version == self.step for version in ready.values())
         self.draws, self.ready = draws, dict(ready) if in_time else {}
-        self.again = sorted([*running, *(() if in_time else ready)])
+        self.restarted, self.rejected = sorted([*running, *(() if in_time else ready)]), list(rejected)
         return in_time

@@ -16,7 +16,6 @@ waits, servers may be lost: then it broadcasts that all processes sync the engin
 from __future__ import annotations
 
 import logging
-import math
 import statistics
 import threading
 from collections import Counter, deque
@@ -138,8 +137,10 @@ class RolloutStream:
         self.collector, self.world, self.schedule = collector, world, collector.schedule
         self.max_staleness, self.in_flight = rollout.max_staleness, rollout.in_flight
         self._changed = threading.Condition()
-        self._begun = self._failed = False
-        """Whether a batch was wanted, and whether an error was raised: then nothing more is sampled."""
+        self._begun = False
+        """Whether a step has wanted a batch."""
+        self._failed = False
+        """Whether an error was raised: then nothing waits for running groups."""
         self._taken: tuple[int, list[EndedGroup] | RolloutState] | None = None
         """The step that `batch` last served, with its groups or, in rounds, the state before it."""
         self._prompts: dict[int, Prompt] = {}
@@ -148,7 +149,7 @@ class RolloutStream:
         """Groups to score."""
         self._ended: dict[int, EndedGroup] = {}
         self._lengths: list[int] = []
-        """Tokens of the completions that have ended since the last batch."""
+        """Tokens of the kept completions that have ended since the last batch."""
         self._untrained: list[tuple[Status, Group]] = []
         """Of the last batch."""
         self._scoring: Future[None] | None = None
@@ -157,13 +158,12 @@ class RolloutStream:
         self._closing = False
         self.schedule.step = done
         ready = {one.number: one.version for one in saved.ended if one.kept}
-        if not self.schedule.restore(saved.running, ready, saved.draws):
+        rejected = [one.number for one in saved.ended if not one.kept and self.max_staleness]
+        if not self.schedule.restore(saved.running, ready, rejected, saved.draws):
             _warn_unfit(len(ready), "are older than rollout.max_staleness allows")
-        self._ended = {one.number: one for one in saved.ended if one.number in self.schedule.ready or not one.kept}
-        if self.max_staleness:
-            self.schedule.rejected = len(self._ended) - len(self.schedule.ready)
-        else:
-            collector.leftover = [one.group for one in self._ended.values() if one.kept]
+        self._ended = {one.number: one for one in saved.ended if one.number in {*self.schedule.ready, *rejected}}
+        if not self.max_staleness:
+            collector.leftover = [one.group for one in self._ended.values()]
 
     # The main thread
 
@@ -208,14 +208,14 @@ class RolloutStream:
         if not self.max_staleness:
             return self._carried
         with self._changed:
-            running = [*self.schedule.again, *self.schedule.running]
+            running = [*self.schedule.restarted, *self.schedule.running]
             return RolloutState(self.schedule.draws, running, [*taken, *self._ended.values()])
 
     @property
     def _carried(self) -> RolloutState:
         """The state between two steps that sample in rounds."""
         carried = [EndedGroup(group, ScoreStats(), kept=True) for group in self.collector.leftover]
-        return RolloutState(self.schedule.draws, list(self.schedule.again), carried)
+        return RolloutState(self.schedule.draws, list(self.schedule.restarted), carried)
 
     def close(self, wait_for_threads: bool = True) -> None:
         """End the threads. wait_for_threads: give them GRACE seconds; one that still runs ends with the process."""
@@ -265,9 +265,8 @@ class RolloutStream:
         if numbers is None:
             return None
         kept = [self._ended[number] for number in numbers]
-        last = max(numbers, default=0) if self.schedule.in_order else math.inf
-        rejected = [number for number, one in self._ended.items() if not one.kept and number <= last]
-        filtered = [self._ended[number] for number in sorted(rejected)]
+        left = {*self.schedule.ready, *self.schedule.rejected}
+        filtered = [one for number, one in sorted(self._ended.items()) if not one.kept and number not in left]
         for one in (*kept, *filtered):
             del self._ended[one.number]
         self._taken = step, [*kept, *filtered]
@@ -287,7 +286,7 @@ class RolloutStream:
         return replace(batch, untrained=[], metrics=batch.metrics | metrics | staleness(batch.groups, step))
 
     def _start(self) -> None:
-        """Start the groups that the schedule wants. Needs `_changed`, because tokenizers are not thread-safe."""
+        """Start the groups that the schedule wants. Needs `_changed`."""
         for number in [] if self._closing else self.schedule.start():
             self._prompts[number] = self.collector.draw(number)
             run_in_thread(partial(self._guard, partial(self._sample, number)), "rollout")
@@ -336,7 +335,7 @@ class RolloutStream:
                     del self._prompts[one.number]
                     self._ended[one.number] = one
                     self.schedule.end(one.number, one.version, one.kept)
-                self._lengths += _lengths([one.group for one in ended])
+                self._lengths += _lengths([one.group for one in ended if one.kept])
                 self._start()
                 self._changed.notify_all()
 

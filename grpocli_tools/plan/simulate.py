@@ -121,6 +121,8 @@ class Job:
     """Whether trainers and servers have the same devices."""
     max_staleness: int = 0
     in_flight: bool = False
+    in_order: bool = True
+    """Whether a step takes groups in the order of their prompts."""
     kept: float = 1.0
     """The share of groups that the algorithm keeps."""
     rounds: int = 1
@@ -284,11 +286,13 @@ class _Run:
         self.loads = np.zeros(job.servers, dtype=np.int64)
         """Completions that run or wait on each server."""
         self.schedule = Schedule(
-            job.prompts, job.max_staleness, steps, job.rounds, in_order=not job.in_flight, carry=job.carry
+            job.prompts, job.max_staleness, steps, job.rounds, in_order=job.in_order, carry=job.carry
         )
         self.reward = job.speeds.reward / (job.prompts if job.max_staleness else 1)
         """Seconds from a group's last completion to its scores."""
         self.lengths: dict[int, NDArray[np.int64]] = {}
+        self.versions: dict[int, int] = {}
+        """The weights that each group that is not trained began with."""
         self.kept: dict[int, bool] = {}
         self.left: dict[int, int] = {}
         """Completions of each running group that have not ended."""
@@ -307,15 +311,13 @@ class _Run:
         self.ends[:] = [server.next_end for server in self.servers]
         schedule.begin(number)
         self._start()
-        versions = dict(schedule.ready)
         while (taken := schedule.take()) is None:
             self._next_event()
-            versions = dict(schedule.ready)
         self._start()
         trained = sum(int(self.lengths.pop(one).sum()) for one in taken)
+        age = max((number - self.versions.pop(one) for one in taken), default=0)
         train = self.job.update_seconds(len(taken), trained)
         self._run_to(self.now + train)
-        age = max((number - versions[one] for one in taken), default=0)
         busy, generated = self._busy - busy, self.generated - generated
         return SimulatedStep(start, self.now, train, age, busy, generated, trained, len(taken))
 
@@ -329,6 +331,7 @@ class _Run:
             random = np.random.default_rng(derive_seed(self.seed, number))
             self.lengths[number] = job.lengths.draw(random, job.group)
             self.kept[number], self.left[number] = bool(random.random() < job.kept), job.group
+            self.versions[number] = self.schedule.step
             least = int(self.loads.argmin())
             server = self.servers[least]
             server.run_until(self.now)
@@ -355,7 +358,7 @@ class _Run:
         if self.scored and self.scored[0][0] <= self.now:
             _, number = self.scored.popleft()
             kept = self.kept.pop(number)
-            self.schedule.end(number, self.schedule.running[number], kept)
+            self.schedule.end(number, self.versions[number], kept)
             if not kept:
                 del self.lengths[number]
             return self._start()

@@ -157,6 +157,7 @@ def _job(plan: Plan, lengths: LogNormal | Observed, options: Options) -> Job:
         shared=resources.shared or not resources.servers,
         max_staleness=rollout.max_staleness,
         in_flight=rollout.in_flight,
+        in_order=rollout.in_order,
         kept=options.kept,
         rounds=run.algorithm.keep.max_rounds,
         carry=run.algorithm.keep.surplus == "carry",

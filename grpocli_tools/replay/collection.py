@@ -348,7 +348,7 @@ def collect_again(source: RolloutSource, recorded: RecordedStep) -> CollectedSte
         else:
             ready = {int(group.uid): recorded.step - 1 for group in leftover}
             collector.leftover, collector.schedule.step = leftover, recorded.step - 1
-            collector.schedule.restore([], ready, draws)
+            collector.schedule.restore([], ready, [], draws)
             batch = collector.collect(recorded.step)
     except GrpoError as error:
         problem = str(error)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         "        (here / 'deaths').write_text(left[1:])\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    if what.startswith('hang'): time.sleep(600)\n"
+        "    if what == 'wait': time.sleep(0.5)\n"
         "    if what == 'die': os._exit(1)\n"
         "    if what == 'raise': raise ValueError('no good')\n"
         "    if what == 'print': print('noise')\n"
@@ -127,6 +129,23 @@ def test_a_broken_item_costs_only_its_own_result(probes, what: str, reason: str)
     assert isinstance(scores[1], Failure)
     assert reason in scores[1].reason
     assert pool.map([["ok"], ["ok"]]) == [1.0, 1.0]
+
+
+def test_calls_of_several_threads_run_at_once_and_end_together(probes) -> None:
+    pool = probes(workers=4)
+    pool.map([["pid"]] * 4)
+    with ThreadPoolExecutor(4) as threads:
+        begun = time.monotonic()
+        assert [one.result() for one in [threads.submit(pool.map, [["wait"]]) for _ in range(4)]] == [[1.0]] * 4
+        assert time.monotonic() - begun < 1.5, "one after the other they take two seconds"
+        hanging = [threads.submit(pool.map, [["hang"]]) for _ in range(2)]
+        time.sleep(0.3)
+        pool.close()
+        for one in hanging:
+            with pytest.raises(PoolClosed):
+                one.result(20)
+    assert not pool._workers
+    assert pool.map([["ok"]]) == [1.0], "a later run starts it again"
 
 
 def test_workers_persist_between_calls_and_dead_ones_are_replaced(probes) -> None:

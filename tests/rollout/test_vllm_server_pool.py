@@ -139,9 +139,25 @@ def test_a_sync_measures_what_each_server_did_since_the_last_one(serve: Callable
         assert 2 * len(server.asked) / seconds < metrics[f"server/{number}/tokens_per_second"]
         assert 0 <= metrics[f"server/{number}/idle"] < 0.9
         assert (metrics[f"server/{number}/running"], metrics[f"server/{number}/waiting"]) == (3, 0)
+    servers[0].answer = lambda path, body: (500 if path == "/metrics" else 200, {})
+    assert "server/0/idle" not in engine.sync(5), "its counts are unknown"
+    servers[0].answer = servers[0].respond
+    assert engine.sync(5)["server/0/tokens_per_second"] == 0
     engine.pool.clients[0].gone("as if it had died")
     assert not [name for step in (6, 7) for name in engine.sync(step) if name.startswith("server/0/")]
     assert engine.sync(8)["server/0/idle"] == 1, "another server is in its place"
+
+
+def test_the_requests_of_several_threads_share_the_room_of_a_server(serve: Callable[..., Vllm], monkeypatch) -> None:
+    monkeypatch.setattr("grpocli.rollout.vllm.engine.SEQUENCES", 64)
+    server = serve(seconds=0.05)
+    pool = ServerPool(clients_of(server))
+    body = {"token_ids": [1], "sampling_params": {"n": 16}}
+    with ThreadPoolExecutor(12) as threads:
+        calls = [threads.submit(pool.complete, {0: body}, lambda number, choices: None) for _ in range(12)]
+        for call in calls:
+            call.result(20)
+    assert server.max_in_flight == 64 / 16
 
 
 def test_the_answers_of_a_dead_server_are_kept(serve: Callable[..., Vllm]) -> None:

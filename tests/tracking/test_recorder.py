@@ -83,8 +83,8 @@ def test_each_kind_of_warning_is_shown_once(made: Callable[..., Made]) -> None:
 
 def test_a_step_without_rows_to_train_on_gives_a_warning(made: Callable[..., Made]) -> None:
     recorder, view = made()
-    recorder.step(1, {"sampling/rounds": 10}, [], torch.zeros(0, 2), {})
-    assert "groups sampled in 10 rounds, algorithm.keep.max_rounds" in view.warnings[0]
+    recorder.step(1, {}, [], torch.zeros(0, 2), {})
+    assert "trained on nothing: of the groups that algorithm.keep.max_rounds allows" in view.warnings[0]
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ def recorded(
     made, found = collector_of(sampler, *overrides), []
     for step in range(1, n + 1):
         sampler.version = step
-        batch = made.collect(1)
+        batch = made.collect(step)
         rows = rows_of(batch.groups, made.advantages(batch.groups), made.algorithm, step)
         records = records_of(batch, rows, made.algorithm, made.reward_weights, step)
         write_rollouts(path / "rollouts.parquet", records, step)

@@ -47,6 +47,7 @@ class Driven:
             self.ages += [step - before[number] for number in taken]
             self.versions |= {number: before[number] for number in taken}
             self.batches.append(taken)
+            schedule.start()
             for _ in range(chance.randrange(len(schedule.running) + 1)):  # while the step trains
                 self._end(chance)
                 schedule.start()
@@ -106,10 +107,10 @@ def test_a_slow_group_does_not_hold_up_the_next_batches() -> None:
     assert schedule.take() == [5, 0]
 
 
-@pytest.mark.parametrize("kept", [1.0, 0.4])
-def test_in_order_and_without_running_groups_at_a_sync_no_clock_decides(kept: float) -> None:
-    runs = [driven(3, 2, 8, kept=kept, seed=seed, in_order=True, in_flight=False) for seed in range(20)]
-    assert len({str((run.batches, run.versions)) for run in runs}) == 1
+@pytest.mark.parametrize(("kept", "rounds"), [(1.0, 1), (0.4, 99), (0.5, 1), (0.1, 2), (0.0, 2)])
+def test_in_order_and_without_running_groups_at_a_sync_no_clock_decides(kept: float, rounds: int) -> None:
+    runs = [driven(3, 2, 8, kept=kept, rounds=rounds, seed=seed, in_order=True, in_flight=False) for seed in range(20)]
+    assert len({str((run.batches, run.versions, sorted(run.rejected))) for run in runs}) == 1
     assert runs[0].trained == sorted(runs[0].trained)
     assert len({str(driven(3, 2, 8, seed=seed).batches) for seed in range(20)}) > 1
 
@@ -128,7 +129,8 @@ def test_a_restored_run_goes_on_with_every_group(shape: tuple[int, int], seed: i
     first = Driven(Schedule(prompts, staleness, 12, 10**6), 0.6, seed).run(1, done)
     saved = first.schedule
     second = Schedule(prompts, staleness, 12, 10**6, step=done)
-    assert second.restore(saved.running, saved.ready, saved.draws)
+    assert second.restore(saved.running, saved.ready, saved.rejected, saved.draws)
+    assert second.rejected == saved.rejected
     rest = Driven(second, 0.6, seed + 1).run(done + 1, 12)
     assert max(first.ages + rest.ages) <= staleness
     every = [*first.trained, *first.rejected, *rest.trained, *rest.rejected]
@@ -137,7 +139,7 @@ def test_a_restored_run_goes_on_with_every_group(shape: tuple[int, int], seed: i
 
 def test_groups_too_old_for_a_lower_staleness_start_again() -> None:
     saved = Schedule(2, 1, 9, step=4)
-    assert not saved.restore([9], {7: 2, 8: 4}, 10)
+    assert not saved.restore([9], {7: 2, 8: 4}, [], 10)
     saved.begin(5)
     assert saved.start() == [7, 8, 9, 10]
     assert saved.running == dict.fromkeys([7, 8, 9, 10], 5)

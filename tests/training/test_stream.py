@@ -44,6 +44,7 @@ class ScriptedStream(Scripted):
         self.fails: dict[int, BaseException] = {}
         self.engine = SimpleNamespace(needs_sync=False)
         self.episodes_here = SimpleNamespace(generate=self.sample)
+        self.length: Callable[[int], int] = lambda number: 2
         self.scored: list[int] = []
         """The number of groups in each call of `score`."""
 
@@ -71,9 +72,9 @@ class ScriptedStream(Scripted):
     def rollouts(self, prompt: Prompt) -> list[Rollout]:
         found = []
         for one in super().rollouts(prompt):
-            first, done = self.versions.get(int(prompt.uid), self.version), one.completion
-            spans = [(first, 1), (self.version, len(done.token_ids) - 1)] if self.version != first else None
-            made = Completion([5, 6], [-1.0, -1.0], "stop", first, None, spans and [(first, 1), (self.version, 1)])
+            first, n = self.versions.get(int(prompt.uid), self.version), self.length(int(prompt.uid))
+            spans = [(first, 1), (self.version, n - 1)] if self.version != first else None
+            made = Completion([5] * n, [-1.0] * n, "stop", first, None, spans)
             found.append(Rollout(prompt, made, one.text, one.rewards))
         return found
 
@@ -168,6 +169,43 @@ def test_rejected_groups_are_replaced_one_by_one_and_recorded_once() -> None:
     assert [uids(batch) for batch in batches] == [[0, 2], [3, 5], [6, 8], [9, 11]]
     assert [[group.uid for _, group in batch.untrained] for batch in batches] == [["1"], ["4"], ["7"], ["10"]]
     assert batches[0].metrics["sampling/acceptance"] == 2 / 3
+
+
+def test_a_step_that_keeps_nothing_records_what_it_rejected() -> None:
+    sampler = ScriptedStream([FLAT], at_once=True)
+    with streaming(sampler, "algorithm=dapo", "algorithm.keep.max_rounds=1", in_flight=False, steps=2) as stream:
+        batches = [stream.batch(step, never) for step in (1, 2)]
+    assert [batch.groups for batch in batches] == [[], []]
+    assert [int(group.uid) for batch in batches for _, group in batch.untrained] == list(range(6))
+    with (
+        streaming(
+            sampler, "algorithm=dapo", "algorithm.keep.max_rounds=2", "algorithm.keep.on_exhausted=error"
+        ) as stream,
+        pytest.raises(RewardError, match=r"max_rounds=2: only 0 of 2"),
+    ):
+        stream.batch(1, never)
+
+
+def test_the_bias_of_lengths_compares_trained_groups_with_kept_ones() -> None:
+    """Even prompts have completions of one token, odd ones of three; 3 is rejected."""
+    sampler = ScriptedStream([MIXED, MIXED, MIXED, FLAT, MIXED])
+    sampler.version, sampler.length = 1, lambda number: 1 + 2 * (number % 2)
+    with streaming(sampler, "algorithm=dapo", "algorithm.keep.surplus=discard", staleness=2) as stream:
+        ended = threading.Thread(
+            target=lambda: (sampler.end(1, 3), until(lambda: len(stream._ended) == 2), sampler.end(0))
+        )
+        ended.start()
+        first = stream.batch(1, never)
+        ended.join()
+        sampler.end(2, 4, 5)
+        until(lambda: len(stream.schedule.ready) == 3)
+        second = stream.batch(2, never)
+        untrained = stream.state(2)
+    assert uids(first) == [1, 0]
+    assert first.metrics["stream/length_bias"] == 0
+    assert second.metrics["stream/length_bias"] == 1 - (1 + 1 + 3) / 3
+    assert (second.metrics["stream/ready"], second.metrics["stream/running"]) == (1, len(untrained.running))
+    assert {one.number for one in untrained.ended} == {2, 4, 5}
 
 
 def test_groups_that_arrive_together_are_scored_together() -> None:

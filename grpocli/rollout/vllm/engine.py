@@ -39,9 +39,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SEQUENCES = 1024
-"""Completions at a server at a time: as many as vLLM runs at once on a large GPU; a smaller server queues the rest."""
+"""Completions for each server at a time: as many as vLLM runs at once on a large GPU; a smaller one queues the rest."""
 REQUESTS = 256
-"""Requests at a server at a time, since each has its own connection."""
+"""Requests for each server at a time, since each has its own connection."""
+GENERATED = "generation_tokens_total"
+"""vLLM's count of the tokens that it has generated."""
 ATTEMPTS = 5
 """Replacements in a row that complete no batch, after which the run ends: a server may die of a request every time."""
 
@@ -84,7 +86,8 @@ class ServerPool:
         """clients: changed when a server is replaced; the syncs hold the same list."""
         self.clients = clients
         self.loads = [Load() for _ in clients]
-        self._connections = asyncio.Semaphore(REQUESTS * len(clients))
+        self._room = asyncio.Semaphore(SEQUENCES * len(clients))
+        self._turn = asyncio.Lock()  # of the request that waits for room
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="requests", daemon=True).start()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -112,30 +115,31 @@ class ServerPool:
     async def _complete(
         self, bodies: Mapping[int, dict[str, Any]], on_answer: OnAnswer, cancelled: Callable[[], bool]
     ) -> None:
-        # the largest requests hold at most SEQUENCES completions together
-        limit = max(1, min(REQUESTS, SEQUENCES // max(map(completions_of, bodies.values()))))
-        rooms = [asyncio.Semaphore(limit) for _ in self.clients]
-        turn = asyncio.Semaphore(limit * len(rooms))  # a request chooses its server only when it can run
 
         async def ask(index: int, body: dict[str, Any]) -> Choices | None:
             """The completions; None if the server was lost or replaced before it answered."""
             self.loads[index].add(completions_of(body))
             try:
-                async with rooms[index]:
-                    client = self.clients[index]
-                    return await client.generate(body) if client.takes_requests else None
+                return await self.clients[index].generate(body)
             except ServerGone:
                 return None
             finally:
                 self.loads[index].add(-completions_of(body))
 
         async def one(number: int, body: dict[str, Any]) -> None:
-            async with turn, self._connections:
+            size, taken = min(max(completions_of(body), SEQUENCES // REQUESTS), SEQUENCES), 0
+            try:
+                async with self._turn:  # it chooses its server only when it can run
+                    while taken < size:
+                        await self._room.acquire()
+                        taken += 1
                 while living := [index for index, client in enumerate(self.clients) if client.takes_requests]:
                     choices = await ask(min(living, key=lambda index: self.loads[index].completions), body)
                     if choices is not None:
-                        on_answer(number, choices)
-                        return
+                        return on_answer(number, choices)
+            finally:
+                for _ in range(taken):
+                    self._room.release()
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -278,9 +282,11 @@ class VllmEngine(Engine):
         clients = self.pool.clients if self.world.is_main else []
         metrics: dict[str, float] = {}
         for number, (client, counts) in enumerate(zip(clients, call_all(clients, ServerClient.counts), strict=True)):
-            now, busy, tokens = time.monotonic(), self.pool.loads[number].busy, counts["generation_tokens_total"]
+            if GENERATED not in counts:  # the server is lost or busy: measure over two steps next time
+                continue
+            now, busy, tokens = time.monotonic(), self.pool.loads[number].busy, counts[GENERATED]
             before, self._measured[number] = self._measured.get(number), (client, now, busy, tokens)
-            if before and before[0] is client and not client.lost:
+            if before and before[0] is client:
                 seconds = now - before[1]
                 metrics |= {
                     f"server/{number}/tokens_per_second": (tokens - before[3]) / seconds,

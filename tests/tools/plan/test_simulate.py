@@ -37,7 +37,7 @@ JOB = Job(
 DYNAMIC = replace(JOB, kept=0.5, rounds=10)
 ROUNDS = [JOB, DYNAMIC, replace(DYNAMIC, carry=True)]
 STREAMS = [
-    replace(job, max_staleness=age, in_flight=flight)
+    replace(job, max_staleness=age, in_flight=flight, in_order=not flight)
     for job, age, flight in itertools.product([JOB, DYNAMIC], (1, 2, 4), (False, True))
 ]
 
@@ -77,21 +77,26 @@ def test_a_synchronous_step_is_the_sum_of_its_parts() -> None:
 
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_steps_that_sample_ahead_take_as_long_as_the_slower_side(in_flight: bool) -> None:
-    slow_training = replace(JOB, max_staleness=1, in_flight=in_flight, speeds=replace(JOB.speeds, update=100.0))
+    slow_training = replace(
+        JOB, max_staleness=1, in_flight=in_flight, in_order=not in_flight, speeds=replace(JOB.speeds, update=100.0)
+    )
     run = simulate(slow_training, 6)
     assert [step.seconds for step in run.steps[1:]] == pytest.approx([0.5 + step.train for step in run.steps[1:]])
 
 
 def test_a_stream_keeps_slow_servers_full() -> None:
     slow = replace(JOB, max_staleness=2, speeds=replace(JOB.speeds, decode=[10 * seconds for seconds in DECODE]))
-    waits, stream = (simulate(replace(slow, in_flight=flight), 30) for flight in (False, True))
+    waits, stream = (simulate(replace(slow, in_flight=flight, in_order=not flight), 30) for flight in (False, True))
     assert stream.rollout_idle < 0.05 < waits.rollout_idle
     assert stream.tokens_per_second > 2 * waits.tokens_per_second
 
 
 @pytest.mark.parametrize("job", [JOB, DYNAMIC])
 def test_a_larger_staleness_hides_more_stragglers(job: Job) -> None:
-    seconds = [simulate(replace(job, max_staleness=age, in_flight=True), 30).step_seconds for age in (0, 1, 2, 4)]
+    seconds = [
+        simulate(replace(job, max_staleness=age, in_flight=True, in_order=False), 30).step_seconds
+        for age in (0, 1, 2, 4)
+    ]
     assert all(later < 0.9 * before for before, later in itertools.pairwise(seconds))
 
 
@@ -99,7 +104,7 @@ def test_a_larger_staleness_hides_more_stragglers(job: Job) -> None:
 @pytest.mark.parametrize("update", [0.3, 5.0, 20.0])
 def test_a_stream_is_never_slower_than_one_that_waits_before_each_sync(job: Job, update: float) -> None:
     job = replace(job, speeds=replace(job.speeds, update=update))
-    stream, waits = simulate(job, 20), simulate(replace(job, in_flight=False), 20)
+    stream, waits = simulate(job, 20), simulate(replace(job, in_flight=False, in_order=True), 20)
     assert stream.seconds <= waits.seconds + 1e-6
 
 
@@ -143,7 +148,7 @@ def test_the_same_seed_gives_the_same_run_and_another_one_does_not() -> None:
 
 def test_more_servers_and_faster_training_never_slow_a_run_down() -> None:
     for age, flight in ((0, False), (1, False), (1, True), (2, True)):
-        job = replace(JOB, max_staleness=age, in_flight=flight)
+        job = replace(JOB, max_staleness=age, in_flight=flight, in_order=not flight)
         by_servers = [simulate(replace(job, servers=n), 30).step_seconds for n in (1, 2, 4, 8, 16)]
         assert by_servers == sorted(by_servers, reverse=True)
         updates = [replace(JOB.speeds, update=seconds) for seconds in (0.1, 1.0, 10.0)]
