@@ -17,7 +17,7 @@ from grpocli.errors import ConfigError
 from grpocli.models.tiny import make_tokenizer
 from grpocli.progress import Watch
 from grpocli.rollout.engine import Listener, OnGroup, ignore_group
-from grpocli.rollout.multi_turn import MultiTurnEngine, check_environment
+from grpocli.rollout.multi_turn import MultiTurnEngine, _pools_of, check_environment
 from grpocli.rollout.turns import TurnEncoder
 from grpocli.types import Completion, Prompt, Request, Sampling
 
@@ -77,6 +77,16 @@ def prompt_of(tokenizer: Any, task: str = "game", **columns: Any) -> Prompt:
         tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True), add_special_tokens=False
     )
     return Prompt("0", ids.input_ids, text, columns | {"task_name": task})
+
+
+@pytest.mark.processes
+def test_groups_that_are_sampled_alone_share_the_workers_of_a_stateful_environment(make_episodes) -> None:
+    tokenizer, environment = make_tokenizer(), replace(COUNTING, stateful=True, workers=4)
+    for uid in ("0", "1"):
+        prompt = replace(prompt_of(tokenizer, turns=1), uid=uid)
+        request = Request(prompt.token_ids, 2, 0)
+        make_episodes(Scripted(tokenizer), environment, tokenizer).generate([prompt], [request], Sampling(200))
+    assert [len(pool._workers) for pool in _pools_of(environment)] == [1] * 4
 
 
 @pytest.mark.processes
