@@ -65,14 +65,8 @@ class Case:
     servers: tuple[int, int] = (0, 0)
 
 
-STREAMS = {
-    "max_staleness=1, in_flight=false": ["rollout.max_staleness=1", "rollout.in_flight=false"],
-    **{f"max_staleness={age}": [f"rollout.max_staleness={age}"] for age in (1, 2, 4)},
-}
 CASES = {
-    **{f"paced, {case}": Case([[]], STREAMS[case], servers=(1, 1)) for case in STREAMS},
     "paced, two servers": Case([[]], [], servers=(1, 2)),
-    **{f"paced, two servers, {case}": Case([[]], STREAMS[case], servers=(1, 2)) for case in STREAMS},
     "overlap": Case(
         [["engine=vllm"]],
         ["engine=vllm", "rollout.max_staleness=1"],
