@@ -1,15 +1,17 @@
-"""Algorithms and configs that tests share. Composing takes a quarter of a second, so it is left out where it can be."""
+"""Algorithms and configs that tests share, which are composed where they must be, and the errors of their keys."""
 
 from __future__ import annotations
 
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
@@ -17,6 +19,7 @@ from grpocli import build_algorithm
 from grpocli.algorithm import Algorithm
 from grpocli.composition.compose import compose, save
 from grpocli.composition.resume import Resume
+from grpocli.errors import ConfigError
 
 OF_PART = re.compile(r"algorithm\.(\w+\.)?\w+")
 _composed = functools.cache(build_algorithm)
@@ -57,3 +60,11 @@ def again(folder: Path, *given: str) -> DictConfig:
     """The config of a resume of that run with these overrides."""
     resume = Resume(folder, list(given))
     return resume.merged(compose([o for o in resume.overrides([]) if not o.startswith(("resume", "hydra"))]))
+
+
+@contextmanager
+def refused(key: str, match: str | None = None) -> Iterator[None]:
+    """Asserts an error of one line that names the key."""
+    with pytest.raises(ConfigError, match=match) as caught:
+        yield
+    assert (caught.value.key, "\n" in str(caught.value)) == (key, False), caught.value

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from composed import refused
 from tables import table
 
 from grpocli.composition.checks import check_composed, check_devices, check_files
@@ -104,9 +105,8 @@ def checked(override: str) -> None:
 
 @pytest.mark.parametrize(("override", "key"), table(BAD, fast=12))
 def test_a_bad_value_is_refused_with_its_key(override: str, key: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with refused(key):
         checked(override)
-    assert refused.value.key == key, refused.value
 
 
 @pytest.mark.parametrize(("override", "said"), table(UNKNOWN, fast=3))
@@ -125,14 +125,12 @@ def test_a_bad_config_is_one_line_with_exit_code_2_and_no_folder(grpocli, tmp_pa
 
 def test_what_a_config_leaves_open_is_checked_with_the_devices() -> None:
     run = build_run(compose(["hardware=multinode", "hardware.rollout_nodes=0", "engine=auto"]))
-    with pytest.raises(ConfigError) as refused:
+    with refused("hardware.rollout_nodes"):
         check_devices(run, Vllm(), 8)
-    assert refused.value.key == "hardware.rollout_nodes"
     run = build_run(compose(["train.data_epochs=1", "rollout.prompts_per_step=1"]))
     check_composed(run)
-    with pytest.raises(ConfigError) as refused:
+    with refused("rollout.prompts_per_step"):
         check_devices(run, run.engine, 1000)
-    assert refused.value.key == "rollout.prompts_per_step"
 
 
 @pytest.mark.parametrize("text", ["train:\n  steps: [1\n", "seed: \udcff", "seed: ${nope", "seed: 1\nseed: 2\n"])
@@ -140,9 +138,8 @@ def test_a_broken_recipe_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()
     file = tmp_path / "recipe" / "mine.yaml"
     file.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(ConfigError) as refused:
+    with refused(str(file)):
         compose([f"hydra.searchpath=[file://{tmp_path}]", "recipe=mine"])
-    assert refused.value.key == str(file)
 
 
 FUNCTION = "reward=[python] reward.python.function="

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from composed import again, begun
+from composed import again, begun, refused
 from omegaconf import OmegaConf
 
 from grpocli.algorithm.advantage import KeepAll
@@ -46,9 +46,8 @@ def test_another_algorithm_drops_the_keys_that_it_lacks(tmp_path: Path) -> None:
 
 def test_a_resume_continues_in_the_folder_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(ConfigError) as refused:
+    with refused("hydra.run.dir"):
         Resume.requested([f"resume={tmp_path}", "hydra.run.dir=/elsewhere"])
-    assert refused.value.key == "hydra.run.dir"
     assert Resume.requested([f"resume={tmp_path}", f"hydra.run.dir={tmp_path}"])
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from composed import refused
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
@@ -39,9 +40,8 @@ def test_weights_that_cannot_be_read_are_told_then(tmp_path: Path) -> None:
     run = build_run(compose(["engine=vllm", "model.warm_start_steps=1"]))
     broken = Path(shutil.copytree(run.model.prepare(), tmp_path / "model"))
     (broken / "model.safetensors").write_bytes(b"no weights")
-    with pytest.raises(ConfigError) as told:
+    with refused("model.path"):
         _load(run, job_of(str(broken), tmp_path))
-    assert told.value.key == "model.path"
 
 
 class Engine(EnginePart):
@@ -54,9 +54,8 @@ def test_a_broken_data_file_is_told_while_the_engine_starts(tmp_path: Path) -> N
     loading: Future[Any] = Future()
     loading.set_exception(ConfigError("line 3 is not JSON", key="task.path"))
     run, job = SimpleNamespace(engine=Engine()), job_of("/m", tmp_path).engine
-    with pytest.raises(ConfigError) as told, _launched(run, job, View(), loading):  # type: ignore[arg-type]
+    with refused("task.path"), _launched(run, job, View(), loading):  # type: ignore[arg-type]
         pytest.fail("the engine must not have started")
-    assert told.value.key == "task.path"
 
 
 @pytest.mark.parametrize(("log", "kept"), [("rank_0.log", False), ("vllm_0.log", True)])

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from composed import refused
 from little import ENDS, SHAPE
 from torch.nn.functional import linear
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from grpocli.errors import ConfigError
 from grpocli.models import lora
 from grpocli.models.head import Float32Head, parts_, product, widen_head
 from grpocli.models.loading import HuggingFace, choose_head_dtype, load_model
@@ -209,6 +209,5 @@ def test_the_head_of_a_dtype() -> None:
     model = llama()
     model.lm_head.__class__ = type("Other", (torch.nn.Linear,), {})
     for refuse in (lambda: widen_head(model), lambda: HuggingFace(path="m", head_dtype="float16")):
-        with pytest.raises(ConfigError) as refused:
+        with refused("model.head_dtype"):
             refuse()
-        assert refused.value.key == "model.head_dtype"

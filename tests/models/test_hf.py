@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from composed import refused
 from transformers import AutoConfig, OPTConfig, OPTForCausalLM
 
 from grpocli.composition.compose import compose
@@ -66,9 +67,8 @@ def test_vllm_serves_the_class_that_is_trained(kind: str, alone: str | None, tmp
     "path", ["", "/no/such/folder", "./here", "~/nowhere/at/all", "a/b/c", "nobody/nothing@x y", "{}/config.json"]
 )
 def test_a_path_without_a_model_is_refused(path: str, folder: Path) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with refused("model.path"):
         load_model(HuggingFace(path=path.format(folder)), HuggingFace(path=path.format(folder)).prepare())
-    assert (refused.value.key, "\n" in str(refused.value)) == ("model.path", False)
     with pytest.raises(ConfigError, match=r"model\.path"):
         build(compose(["model=hf"]).model)
 
@@ -87,9 +87,8 @@ def test_a_path_without_a_model_is_refused(path: str, folder: Path) -> None:
 def test_a_missing_or_broken_file_gives_a_one_sentence_error(folder: Path, file: str, content: str | None) -> None:
     (folder / file).unlink() if content is None else (folder / file).write_text(content)
     part = HuggingFace(path=str(folder))
-    with pytest.raises(ConfigError) as caught:
+    with refused("model.path"):
         load_model(part, part.prepare())
-    assert (caught.value.key, "\n" in str(caught.value)) == ("model.path", False)
 
 
 @pytest.mark.parametrize("config", ["{", '{"model_type": "t5"}'])
@@ -98,9 +97,8 @@ def test_choosing_the_dtype_needs_a_readable_config(folder: Path, config: str, m
     part = HuggingFace(path=str(folder))
     assert loading.choose_dtype("auto", part, part.prepare(), "cpu") == "float32"
     (folder / "config.json").write_text(config)
-    with pytest.raises(ConfigError, match="cannot load the config") as caught:
+    with refused("model.path", match="cannot load the config"):
         loading.choose_dtype("auto", part, part.prepare(), "cpu")
-    assert caught.value.key == "model.path"
 
 
 def test_the_end_token_replaces_a_missing_padding_token(folder: Path) -> None:
@@ -120,9 +118,8 @@ def test_missing_weights_are_refused(folder: Path, key: str, value: int, said: s
     """Otherwise transformers would silently initialise them at random."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {key: value}))
-    with pytest.raises(ConfigError, match=said) as refused:
+    with refused("model.path", match=said):
         load_model(HuggingFace(path=str(folder)), str(folder))
-    assert refused.value.key == "model.path"
 
 
 def test_a_token_without_a_row_is_refused_with_both_numbers(folder: Path) -> None:
@@ -134,9 +131,8 @@ def test_a_token_without_a_row_is_refused_with_both_numbers(folder: Path) -> Non
     check_vocabulary(part, str(folder))  # nothing draws it
     tokenizer.add_special_tokens({"eos_token": "<padding>"})
     tokenizer.save_pretrained(folder)
-    with pytest.raises(ConfigError, match=rf"{rows + 1} tokens.* {rows} rows") as refused:
+    with refused("model.path", match=rf"{rows + 1} tokens.* {rows} rows"):
         check_vocabulary(part, str(folder))
-    assert refused.value.key == "model.path"
 
 
 @pytest.mark.parametrize("text", ["{", "[1]"])
@@ -144,9 +140,8 @@ def test_an_adapter_is_no_model_and_needs_a_config(tmp_path: Path, text: str) ->
     (tmp_path / "adapter_config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"is an adapter.*model\.lora\.path"):
         HuggingFace(path=str(tmp_path)).check_ready()
-    with pytest.raises(ConfigError) as refused:
+    with refused("model.lora.path"):
         Lora(path=str(tmp_path))
-    assert refused.value.key == "model.lora.path"
 
 
 def test_a_policy_has_no_dropout() -> None:

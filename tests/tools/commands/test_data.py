@@ -7,21 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonl import write
 
 QUESTIONS = ["1+1=", "2+2=", "1+1=", "10+20+30=", "3+3="]
 
 
-def jsonl(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.fixture
 def task(tmp_path: Path) -> list[str]:
-    train = jsonl(
-        tmp_path / "train.jsonl", *({"prompt": q, "answer": "7", "level": i} for i, q in enumerate(QUESTIONS))
-    )
-    evaluate = jsonl(tmp_path / "eval.jsonl", *({"prompt": q, "answer": "7"} for q in ("3+3=", "4+4=")))
+    rows = [{"prompt": q, "answer": "7", "level": i} for i, q in enumerate(QUESTIONS)]
+    train = write(tmp_path / "train.jsonl", rows)
+    evaluate = write(tmp_path / "eval.jsonl", [{"prompt": q, "answer": "7"} for q in ("3+3=", "4+4=")])
     return ["task=jsonl", f"task.path={train}", f"task.eval_path={evaluate}", "task.format=chat"]
 
 
@@ -70,7 +65,7 @@ def test_supervised_runs_show_the_answers_that_they_teach(task, grpocli) -> None
 
 
 def test_text_of_the_data_cannot_control_the_terminal(tmp_path: Path, grpocli) -> None:
-    path = jsonl(tmp_path / "d.jsonl", *({"prompt": f"{i}\u001b[31m<end>", "a\u001b[0m": "x"} for i in range(5)))
+    path = write(tmp_path / "d.jsonl", [{"prompt": f"{i}\u001b[31m<end>", "a\u001b[0m": "x"} for i in range(5)])
     supervised = ["task.answer_column=null", "reward=none", "algorithm=sft", "task.target_template=x"]
     shown = printed(grpocli, "task=jsonl", f"task.path={path}", *supervised)
     assert "\x1b" not in shown
@@ -87,7 +82,7 @@ def test_mixtures_show_each_task(grpocli) -> None:
 
 def test_conversations_that_end_with_the_answer_are_refused_as_by_a_run(tmp_path: Path, grpocli) -> None:
     chat = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
-    path = jsonl(tmp_path / "d.jsonl", *({"m": chat[: 1 + i % 2], "answer": f"{i}"} for i in range(4)))
+    path = write(tmp_path / "d.jsonl", [{"m": chat[: 1 + i % 2], "answer": f"{i}"} for i in range(4)])
     data = ["task=jsonl", f"task.path={path}", "task.prompt_column=m", f"task.eval_path={path}", "--split", "train"]
     assert "ends with the assistant's turn" in grpocli("data", *data, code=2)[2]
     assert splits(grpocli, *data, "algorithm=sft")["train"]["too_long"] == []

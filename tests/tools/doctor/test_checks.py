@@ -44,7 +44,6 @@ TORCH = [
     {"gpus": []},
     {"importing": "", "broken": {}, "seconds": 5.0},
 ]
-VLLM = [{"device": "cpu", "seconds": 6.0}, {"kernels": True}]
 
 
 def said(*objects: Mapping[str, Any], code: int | None = 0, err: str = "") -> Ended:
@@ -73,7 +72,7 @@ def machine(
         (folder / name).mkdir(parents=True, exist_ok=True)
     known = {
         "probes.py torch": said(*TORCH),
-        "probes.py vllm": said(*VLLM),
+        "probes.py vllm": said({"device": "cpu", "seconds": 6.0}, {"kernels": True}),
         "probes.py sandbox": said({"backend": "bubblewrap"}),
     }
 
@@ -327,12 +326,6 @@ def test_a_config_gets_a_line_of_each_check(words: list[str], answers: Any, line
     found = findings(checked(*words), machine(tmp_path, answers=answers))[name]
     assert (found.status, detail in found.detail, advice in found.advice) == (status, True, True), found
     assert bool(found.advice) == (status in ("warning", "error"))
-
-
-def test_a_package_that_a_choice_needs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpocli.models.lora.find_spec", lambda name: None)
-    found = findings(checked("model.lora.rank=4"), machine(tmp_path))["model"]
-    assert (found.status, "peft" in found.detail) == ("error", True)
 
 
 def test_the_runs_folder_is_that_of_the_overrides(tmp_path: Path) -> None:
