@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,8 @@ from safetensors.torch import load_file
 
 from grpocli.cli import main
 
-SMALL = [
-    *("model.warm_start_steps=20", "rollout.prompts_per_step=4", "rollout.group_size=4", "train.steps=3"),
-    *("eval.problems=4", "eval.samples=2"),
-]
+SMALL = ["model.warm_start_steps=20", "rollout.prompts_per_step=4", "rollout.group_size=4", "train.steps=3"]
+SMALL += ["eval.problems=4", "eval.samples=2"]
 EVEN = ["reward=[format]", "reward.format.pattern='.*[02468]'"]
 """Rewards about half of all answers, so that every step has something to learn."""
 
@@ -33,10 +31,10 @@ def run_here(*argv: str) -> int:
     return int(ended.value.code or 0)
 
 
-def start(*argv: str) -> subprocess.Popen[str]:
-    """Start a command in another process."""
+def start(*argv: str, **variables: str) -> subprocess.Popen[str]:
+    """Start a command in another process, with these variables beside its own."""
     command = [sys.executable, "-m", "grpocli", *argv]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -99,3 +97,10 @@ def assert_same_run(run: Path, other: Path, *files: str) -> None:
         one, two = (load_file(folder / file) for folder in (run, other))
         assert one.keys() == two.keys(), file
         assert all(one[name].equal(two[name]) for name in one), file
+
+
+def assert_resumes_exactly(run: Path, step: int, copy: Path, *options: str, files: Sequence[str] = ()) -> None:
+    """Asserts that a copy of the run that was killed at a step, and is resumed, equals the run."""
+    killed_after(step, run, copy)
+    assert run_here("train", f"resume={copy}", *options) == 0
+    assert_same_run(copy, run, *files)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli.running import EVEN, assert_same_run, killed_after, metrics, run_here
+from cli.running import EVEN, assert_resumes_exactly, metrics, run_here
 
 from grpocli.runs.rollouts import read_rollouts
 from grpocli.training.stream import STREAM_FILE
@@ -71,14 +71,12 @@ def test_leftover_groups_are_one_version_old_and_survive_a_resume(tmp_path: Path
     before = f"step_{first - 1:06d}"
     saved = torch.load(whole / "checkpoints" / before / STREAM_FILE, weights_only=True)
     assert len(saved["ended"]) == carried / 2
-    killed = killed_after(first - 1, whole, tmp_path / "killed")
-    assert run_here("train", f"resume={killed}") == 0
-    assert_same_run(killed, whole)
+    assert_resumes_exactly(whole, first - 1, tmp_path / "killed")
     totals = [row["num_tokens"] for row in rows]
     assert totals == sorted(totals), "of the whole run, not of a session"
     assert totals[0] < totals[-1]
     for step in range(1, 7):
-        assert rollouts(killed, step) == rollouts(whole, step)
+        assert rollouts(tmp_path / "killed", step) == rollouts(whole, step)
 
 
 def rollouts(run: Path, step: int) -> list[dict[str, Any]]:

@@ -8,16 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli.running import (
-    EVEN,
-    SMALL,
-    assert_close_metrics,
-    assert_same_run,
-    killed_after,
-    metrics,
-    run_here,
-    without_times,
-)
+from cli.running import EVEN, SMALL, assert_close_metrics, assert_resumes_exactly, metrics, run_here, without_times
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -80,9 +71,7 @@ def test_a_moving_reference_is_saved_whole(undisturbed: dict[str, Path]) -> None
 
 def test_a_resume_equals_never_having_stopped(undisturbed: dict[str, Path], tmp_path: Path) -> None:
     """Also with a reference that moves, which a checkpoint holds, too."""
-    run = killed_after(4, undisturbed["moving"], tmp_path / "run")
-    assert run_here("train", f"resume={run}") == 0
-    assert_same_run(run, undisturbed["moving"], ADAPTER)
+    assert_resumes_exactly(undisturbed["moving"], 4, tmp_path / "run", files=[ADAPTER])
 
 
 def test_a_resume_of_a_second_stage_needs_no_first_one(undisturbed: dict[str, Path], tmp_path: Path) -> None:
@@ -91,9 +80,7 @@ def test_a_resume_of_a_second_stage_needs_no_first_one(undisturbed: dict[str, Pa
     shutil.copytree(undisturbed["still"] / "checkpoints" / "step_000002", first)
     assert run_here(*LORA, f"model.lora.path={first}", f"hydra.run.dir={run}") == 0
     shutil.rmtree(first)
-    again = killed_after(4, run, tmp_path / "again")
-    assert run_here("train", f"resume={again}") == 0
-    assert_same_run(again, run, ADAPTER)
+    assert_resumes_exactly(run, 4, tmp_path / "again", files=[ADAPTER])
     assert metrics(run)[0]["kl"] == 0
     assert metrics(run)[4]["kl"] > 0
 

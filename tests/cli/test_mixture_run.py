@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cli.running import SMALL, assert_same_run, killed_after, metrics, run_here
+from cli.running import SMALL, assert_resumes_exactly, metrics, run_here
 
 from grpocli.runs.rollouts import read_rollouts
 
@@ -51,6 +51,4 @@ def test_a_mixture_keeps_its_shares_and_each_tasks_rewards_also_after_a_resume(t
         assert row["task/minus/reward"] == pytest.approx(sum(right) / len(right))
         drawn += len(right)
     assert drawn == pytest.approx(64 / 4, abs=2)  # of two completions each
-    killed = killed_after(2, whole, tmp_path / "killed")
-    assert run_here("train", f"resume={killed}") == 0
-    assert_same_run(killed, whole)
+    assert_resumes_exactly(whole, 2, tmp_path / "killed")

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -85,9 +84,7 @@ def machine(rank: int, *argv: str, session: str = "77", count: int = 2) -> subpr
     """A training machine of a job, started as by the batch script; this machine stands for several."""
     job = {"SLURM_JOB_ID": session, "SLURM_PROCID": str(rank), "SLURM_NTASKS": str(count)}
     port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(21000 + os.getpid() % 9000)}
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **job, **port}
-    command = [sys.executable, "-m", "grpocli", "train", *argv]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return start("train", *argv, **job, **port)
 
 
 @pytest.mark.survival

@@ -20,16 +20,8 @@ pytestmark = pytest.mark.processes
 TESTS = Path(__file__).parents[1]
 PROCESSES = pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.survival)])
 EXACT = ["rollout.max_staleness=1", "rollout.in_flight=false"]
-RUN = [
-    "train",
-    "model.warm_start_steps=20",
-    "rollout.prompts_per_step=4",
-    "rollout.group_size=4",
-    "optim.lr=3e-3",
-    "eval.problems=0",
-    "checkpoint.every=2",
-    "checkpoint.keep=0",
-]
+RUN = ["train", "model.warm_start_steps=20", "rollout.prompts_per_step=4", "rollout.group_size=4", "optim.lr=3e-3"]
+RUN += ["eval.problems=0", "checkpoint.every=2", "checkpoint.keep=0"]
 
 
 @pytest.fixture
@@ -97,15 +89,8 @@ def test_kill_9_while_groups_are_sampled_then_resume(engine: list[str], tmp_path
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_two_processes_sample_the_same(engine: list[str], staleness: int, tmp_path: Path) -> None:
     """Only the main process asks the engine; without `in_flight` no clock decides which weights sample."""
-    options = [
-        *engine,
-        *EXACT,
-        f"rollout.max_staleness={staleness}",
-        "train.steps=6",
-        "eval.problems=4",
-        "eval.every=2",
-    ]
-    options += ["hardware.timeout=60", "engine.slow=0.05"]
+    options = [*engine, *EXACT, f"rollout.max_staleness={staleness}", "train.steps=6", "eval.problems=4"]
+    options += ["eval.every=2", "hardware.timeout=60", "engine.slow=0.05"]
     rows = trained(tmp_path / "two", *options, "hardware.processes=2")
     assert max(row["staleness/max"] for row in rows) == staleness
     assert {row["sampling/kept"] for row in rows} == {4}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cli.running import SMALL, assert_same_run, killed_after, metrics, run_here
+from cli.running import SMALL, assert_resumes_exactly, killed_after, metrics, run_here
 
 from grpocli.runs.rollouts import read_rollouts
 
@@ -47,9 +47,7 @@ def test_calls_are_counted_and_results_are_not_trained_on(whole: Path) -> None:
 
 
 def test_a_resume_equals_never_having_stopped(whole: Path, tmp_path: Path) -> None:
-    killed = killed_after(1, whole, tmp_path / "killed")
-    assert run_here("train", f"resume={killed}") == 0
-    assert_same_run(killed, whole)
+    assert_resumes_exactly(whole, 1, tmp_path / "killed")
 
 
 @pytest.mark.survival

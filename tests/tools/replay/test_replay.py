@@ -150,8 +150,7 @@ def test_without_weights_the_rest_is_checked(grpocli: Grpocli, dapo: Path, tmp_p
         raise ConfigError("was removed", key="model.path")
 
     monkeypatch.setattr(Tiny, "prepare", gone)
-    copy = tmp_path / "copy"
-    shutil.copytree(dapo, copy)
+    copy = changed(dapo, tmp_path)
     shutil.rmtree(copy / "checkpoints")
     _, out, _ = grpocli("replay", str(copy), "--step", "2", code=0)
     assert "cannot be checked: trainer log-probs" in out
@@ -187,8 +186,7 @@ def rewritten(change: Callable[[pa.Table], pa.Table]) -> Callable[[Path], object
     ids=["torn", "a null", "a missing column", "a missing row"],
 )
 def test_damage_that_no_comparison_can_show_is_named(damage, said: str, grpocli, dapo: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(dapo, run)
+    run = changed(dapo, tmp_path)
     path = run / "rollouts" / STEP
     damage(path)
     _, _, err = grpocli("replay", str(run), "--step", "2", code=2)
