@@ -112,6 +112,9 @@ class Rollouts:
             require(self, field, getattr(self, field) >= 1, "must be at least 1")
         problem = f"a step of more than {MAX_COMPLETIONS:,} completions fits in no memory"
         require(self, "prompts_per_step", self.prompts_per_step * self.group_size <= MAX_COMPLETIONS, problem)
+        problem = f"{self.max_staleness + 1} steps of completions at once are more than {MAX_COMPLETIONS:,}"
+        most = MAX_COMPLETIONS // max(1, self.prompts_per_step * self.group_size)
+        require(self, "max_staleness", self.max_staleness < most, problem)
         one_of(self, "long_prompts", ("drop", "truncate"))
         problem = "must be above 0 (at least 0.001) and finite: groups of greedy completions are all equal"
         require(self, "temperature", 1e-3 <= self.temperature < math.inf, problem)
@@ -144,7 +147,7 @@ class Rollouts:
         if name := self.sampling.structure:
             problem = "samples from a part of the policy's distribution: choose algorithm/correction=token_truncate"
             require(self, name, algorithm.has_correction, problem)
-        problem = "leftover groups would be older than this when they train: set algorithm.keep.surplus=discard"
+        problem = "a stream has no surplus to carry over: set algorithm.keep.surplus=discard"
         require(self, "max_staleness", not self.max_staleness or algorithm.keep.surplus != "carry", problem)
         processes, groups = run.hardware.processes or 1, self.prompts_per_step // run.train.minibatches
         problem = f"leaves some of {processes} trainer processes without data: an update has {groups} groups of {size}"

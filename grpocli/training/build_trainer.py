@@ -163,7 +163,8 @@ def _load(
         if path:
             rewards = [] if run.algorithm.supervised else list(run.reward)
             state = checkpoint.load_state(path)
-            saved = RolloutState.load(path, state.draws, data.draw, run.rollout.group_size, rewards)
+            fits = (run.rollout.group_size, rewards, run.rollout.sampling)
+            saved = RolloutState.load(path, state.draws, data.draw, *fits)
         updater = load_updater(run, job, world, path, state, recorder.progress_of("train"), model)
     recorder.seconds_before = state.seconds
     for note in choose_layout(run, world, updater.policy, updater.reference):

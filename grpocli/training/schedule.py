@@ -138,7 +138,7 @@ class Schedule:
         """Whether groups of these versions can all train after `step` without one that is older than allowed."""
         ages = [step - version for version in versions]
         # after a steps, those that are now older than max_staleness - a have to be trained
-        steps = range(self.max_staleness)
+        steps = range(min(self.max_staleness, len(ages)))
         return all(sum(age >= self.max_staleness - a for age in ages) <= a * self.prompts_per_step for a in steps)
 
     def restore(self, running: Iterable[int], ready: Mapping[int, int], rejected: Iterable[int], draws: int) -> bool:

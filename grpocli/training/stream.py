@@ -24,6 +24,7 @@ from concurrent.futures import Future, wait
 from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial, reduce
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -35,7 +36,7 @@ from grpocli.rewards.scorer import RewardStats, ScoreStats
 from grpocli.rollout.engine import Listener
 from grpocli.rollout.sampling import derive_seed
 from grpocli.training.collector import RolloutBatch, SampledGroups
-from grpocli.types import Completion, Episode, Group, Prompt, Request, Rollout, Status
+from grpocli.types import Completion, Episode, Group, Prompt, Request, Rollout, Sampling, Status
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Rollouts
@@ -54,15 +55,15 @@ Draw: TypeAlias = Callable[[int], Prompt]
 """The prompt of a draw, by its number."""
 
 
-def staleness(groups: Sequence[Group], step: int) -> dict[str, float]:
-    """The ages in weight versions of the tokens that a step trains on, and the share of tokens of each age."""
-    tokens: Counter[int] = Counter()
+def staleness(groups: Sequence[Group], step: int, most: int) -> dict[str, float]:
+    """The ages in weight versions of the tokens that a step trains on, and the share of each age up to `most`."""
+    tokens = Counter(dict.fromkeys(range(most + 1), 0))
     for done in (rollout.completion for group in groups for rollout in group.rollouts):
         for version, count in done.spans or [(done.version, len(done.token_ids))]:
             tokens[step - version] += count
     mean = sum(age * count for age, count in tokens.items()) / max(1, tokens.total())
-    shares = {f"staleness/{age}": count / tokens.total() for age, count in sorted(tokens.items())}
-    return {"staleness/mean": mean, "staleness/max": float(max(tokens, default=0)), **shares}
+    shares = {f"staleness/{age}": count / max(1, tokens.total()) for age, count in sorted(tokens.items())}
+    return {"staleness/mean": mean, "staleness/max": float(max(+tokens, default=0)), **shares}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,8 @@ class RolloutState:
     """The numbers of groups that are being sampled or scored; a resume asks for them again."""
     ended: list[EndedGroup] = field(default_factory=list)
     """In the order in which they ended."""
+    sampling: Sampling | None = None
+    """Of the ended groups; None without any."""
 
     def save(self, folder: Path) -> None:
         """Write tensors and plain values, which are read with `weights_only=True`.
@@ -103,26 +106,33 @@ class RolloutState:
         """
         if self.running or self.ended:
             ended = [(_plain(one.group), _plain_stats(one.stats), one.kept) for one in self.ended]
-            torch.save({"running": self.running, "ended": ended}, folder / STREAM_FILE)
+            sampling = asdict(self.sampling) if self.sampling else None
+            torch.save({"sampling": sampling, "running": self.running, "ended": ended}, folder / STREAM_FILE)
 
     @classmethod
-    def load(cls, folder: Path, draws: int, draw: Draw, group_size: int, rewards: Sequence[str]) -> RolloutState:
+    def load(
+        cls, folder: Path, draws: int, draw: Draw, group_size: int, rewards: Sequence[str], sampling: Sampling
+    ) -> RolloutState:
         """The saved state, equal to the bit.
 
-        Groups that do not fit a config changed by a resume (seed, task, group size, rewards) are sampled again, with a
-        warning in the log.
+        Groups that do not fit a config changed by a resume (seed, task, group size, rewards, sampling) are sampled
+        again, with a warning in the log. Raises RunError for a broken file.
         """
         if not (folder / STREAM_FILE).is_file():
-            return cls(draws)
-        saved = torch.load(folder / STREAM_FILE, weights_only=True)
+            return cls(draws, sampling=sampling)
+        try:
+            saved = torch.load(folder / STREAM_FILE, weights_only=True)
+        except (UnpicklingError, OSError) as error:
+            raise RunError(f"{STREAM_FILE} is broken") from error
         running, ended = saved["running"], list[EndedGroup]()
+        same = saved["sampling"] == asdict(sampling)
         for one, stats, kept in saved["ended"]:
-            if group := _restored(one, draw, group_size, set(rewards)):
+            if same and (group := _restored(one, draw, group_size, set(rewards))):
                 ended.append(EndedGroup(group, _restored_stats(stats), kept))
             else:
                 running.append(one["draw"])
         _warn_unfit(len(saved["ended"]) - len(ended), "do not fit the config, which has changed,")
-        return cls(draws, running, ended)
+        return cls(draws, running, ended, sampling)
 
 
 class RolloutStream:
@@ -209,13 +219,14 @@ class RolloutStream:
             return self._carried
         with self._changed:
             running = [*self.schedule.restarted, *self.schedule.running]
-            return RolloutState(self.schedule.draws, running, [*taken, *self._ended.values()])
+            ended = [*taken, *self._ended.values()]
+            return RolloutState(self.schedule.draws, running, ended, self.collector.sampling)
 
     @property
     def _carried(self) -> RolloutState:
         """The state between two steps that sample in rounds."""
         carried = [EndedGroup(group, ScoreStats(), kept=True) for group in self.collector.leftover]
-        return RolloutState(self.schedule.draws, list(self.schedule.restarted), carried)
+        return RolloutState(self.schedule.draws, list(self.schedule.restarted), carried, self.collector.sampling)
 
     def close(self, wait_for_threads: bool = True) -> None:
         """End the threads. wait_for_threads: give them GRACE seconds; one that still runs ends with the process."""
@@ -270,6 +281,7 @@ class RolloutStream:
         for one in (*kept, *filtered):
             del self._ended[one.number]
         self._taken = step, [*kept, *filtered]
+        metrics = {"stream/ready": float(len(self.schedule.ready)), "stream/running": float(len(self.schedule.running))}
         self._start()
         every = sorted((*kept, *filtered), key=lambda one: one.number)
         sampled = SampledGroups(
@@ -278,12 +290,13 @@ class RolloutStream:
             reduce(ScoreStats.add_round, (one.stats for one in every), ScoreStats()),
         )
         batch = self.collector.end_step([one.group for one in kept], sampled)
-        metrics = {"stream/ready": float(len(self.schedule.ready)), "stream/running": float(len(self.schedule.running))}
         if (trained := _lengths(batch.groups)) and self._lengths:
             metrics["stream/length_bias"] = statistics.fmean(trained) - statistics.fmean(self._lengths)
         self._lengths = []
         self._untrained = batch.untrained  # for the main process's rollout file alone
-        return replace(batch, untrained=[], metrics=batch.metrics | metrics | staleness(batch.groups, step))
+        return replace(
+            batch, untrained=[], metrics=batch.metrics | metrics | staleness(batch.groups, step, self.max_staleness)
+        )
 
     def _start(self) -> None:
         """Start the groups that the schedule wants. Needs `_changed`."""

@@ -344,7 +344,8 @@ def collect_again(source: RolloutSource, recorded: RecordedStep) -> CollectedSte
                 sorted(groups, key=lambda group: int(group.uid)), [group for group in groups if not wanted[group.uid]]
             )
             batch = collector.end_step([group for group in groups if wanted[group.uid]], sampled)
-            batch = replace(batch, metrics=batch.metrics | staleness(batch.groups, recorded.step))
+            ages = staleness(batch.groups, recorded.step, source.run.rollout.max_staleness)
+            batch = replace(batch, metrics=batch.metrics | ages)
         else:
             ready = {int(group.uid): recorded.step - 1 for group in leftover}
             collector.leftover, collector.schedule.step = leftover, recorded.step - 1

@@ -37,11 +37,12 @@ def test_each_token_has_the_version_of_its_weights(labels: Any, version: int, sp
         assert one.spans is None or sum(n for _, n in one.spans) == len(one.token_ids)
 
 
-def test_versions_that_the_run_has_not_sent_are_refused() -> None:
+@pytest.mark.parametrize("other", ["default", 6, 9])
+def test_versions_that_the_run_has_not_sent_are_refused(other: str | int) -> None:
     """After the first sync, a non-numeric label belongs to another server."""
-    made = choice([1] * 4, weight_versions=[label(7, 0, 2), label("default", 2, 4)])
-    with pytest.raises(EngineError, match='weights of version "default", which this run has not sent'):
-        completions([made, made], REQUEST, Sampling(4), version=7, synced=True)
+    made = choice([1] * 4, weight_versions=[label(7, 0, 1), label(8, 1, 2), label(other, 2, 4)])
+    with pytest.raises(EngineError, match=f'weights of version "{other}", which this run has not sent'):
+        completions([made, made], REQUEST, Sampling(4), version=7, newest=8)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,7 @@ def test_versions_that_the_run_has_not_sent_are_refused() -> None:
         ({"token_ids": [0, 8, 9, 8]}, ", 9$"),
         ({"token_ids": [8] * 5, "logprobs": {"content": [{"logprob": -1.0}] * 5}}, "5 tokens"),
         ({"weight_versions": [label(7, 0, 9)]}, "versions of 9"),
+        ({"weight_versions": [label(7, 0, 8), label(8, 8, 4)]}, "versions of -1"),
         ({"logprobs": {"content": [{"logprob": None}] * 4}}, "TypeError"),
         ({"token_ids": []}, "0 tokens"),
         ({"token_ids": [0]}, "1 tokens, 4 log-probs"),

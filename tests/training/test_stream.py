@@ -12,13 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from training.scripted import FLAT, MIXED, Scripted, collector_of, prompt
+from training.scripted import FLAT, IDS, MIXED, Scripted, collector_of, prompt
 
 from grpocli.errors import EngineError, EngineGone, RewardError
 from grpocli.rewards.scorer import RewardStats, ScoreStats
 from grpocli.training.collector import RolloutBatch
 from grpocli.training.stream import EndedGroup, RolloutState, RolloutStream
-from grpocli.types import Completion, Group, Prompt, Request, Rollout
+from grpocli.types import Completion, Group, Prompt, Request, Rollout, Sampling
 
 WAIT = 20.0  # seconds, far more than anything here takes
 
@@ -204,7 +204,7 @@ def test_the_bias_of_lengths_compares_trained_groups_with_kept_ones() -> None:
     assert uids(first) == [1, 0]
     assert first.metrics["stream/length_bias"] == 0
     assert second.metrics["stream/length_bias"] == 1 - (1 + 1 + 3) / 3
-    assert (second.metrics["stream/ready"], second.metrics["stream/running"]) == (1, len(untrained.running))
+    assert (second.metrics["stream/ready"], second.metrics["stream/running"]) == (1, 3)
     assert {one.number for one in untrained.ended} == {2, 4, 5}
 
 
@@ -284,7 +284,7 @@ def test_a_checkpoint_has_what_has_ended_and_asks_again_for_the_rest(tmp_path: P
     assert [one.number for one in trained.ended] == [4]
     assert untrained.running == trained.running == [1, 3, 5]
     trained.save(tmp_path)
-    loaded = RolloutState.load(tmp_path, trained.draws, prompt, 2, ["r"])
+    loaded = RolloutState.load(tmp_path, trained.draws, prompt, 2, ["r"], Sampling(len(IDS)))
     assert repr(loaded) == repr(trained)
     again = ScriptedStream(at_once=True)
     with streaming(again, staleness=2, done=1, saved=loaded, order="request") as stream:
@@ -297,14 +297,16 @@ def test_what_does_not_fit_a_changed_config_is_sampled_again(tmp_path: Path, cap
     stats = ScoreStats(Counter({"t": 2}), 1.0, {("r", "t"): RewardStats(timeouts=1, first_timeout="why")})
     groups = [Group(prompt(n), [Rollout(prompt(n), done, "t", {"r": float("nan")})] * 2) for n in (4, 6)]
     ended = [EndedGroup(groups[0], stats, True), EndedGroup(groups[1], stats, False)]
-    RolloutState(8, [5], ended).save(tmp_path)
+    RolloutState(8, [5], ended, Sampling(6)).save(tmp_path)
 
-    def load(size: int = 2) -> RolloutState:
-        return RolloutState.load(tmp_path, 8, prompt, size, ["r"])
+    def load(size: int = 2, rewards: tuple[str, ...] = ("r",), draw: Any = prompt, **sampling: Any) -> RolloutState:
+        return RolloutState.load(tmp_path, 8, draw, size, rewards, Sampling(6, **sampling))
 
-    assert repr(load()) == repr(RolloutState(8, [5], ended))
+    assert repr(load()) == repr(RolloutState(8, [5], ended, Sampling(6)))
     assert caplog.text == ""
-    assert load(size=3) == RolloutState(8, [5, 4, 6])
+    nothing = RolloutState(8, [5, 4, 6], [], Sampling(6))
+    assert load(size=3) == load(rewards=("r", "format")) == load(draw=lambda n: Prompt(str(n), [2], "p")) == nothing
+    assert load(temperature=0.5).running == [5, 4, 6]
     assert "2 groups that were sampled ahead do not fit the config" in caplog.text
     sampler = ScriptedStream(at_once=True)
     with streaming(sampler, done=7, saved=load(), order="request") as stream:

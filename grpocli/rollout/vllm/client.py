@@ -480,17 +480,16 @@ def completions(
     request: Request,
     sampling: Sampling,
     version: int,
-    *,
-    synced: bool = False,
+    newest: int | None = None,
     vocabulary: float = math.inf,
 ) -> list[Completion]:
     """The `n` completions of a request from vLLM's choices, in order. Raises EngineError for a broken answer.
 
-    version: of tokens without a label. synced: whether every server was synced before the request, so that any label
-    must be a version of this run. vocabulary: the number of the policy's token ids.
+    version: of tokens without a label. newest: given if every server was synced to `version` before the request, so
+    that labels must be between both. vocabulary: the number of the policy's token ids.
     """
     sampling = request.under(sampling)
-    made = [_completion(choice, sampling, version, synced, vocabulary) for choice in choices]
+    made = [_completion(choice, sampling, version, newest, vocabulary) for choice in choices]
     if sampling.temperature == 0:
         made *= request.n
     if len(made) != request.n:
@@ -500,27 +499,28 @@ def completions(
 
 
 def _completion(
-    choice: dict[str, Any], sampling: Sampling, version: int, synced: bool, vocabulary: float
+    choice: dict[str, Any], sampling: Sampling, version: int, newest: int | None, vocabulary: float
 ) -> Completion:
     server = choice.get("server", "vLLM")
     try:
         ids, reason = choice["token_ids"], choice["finish_reason"]
         logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
         labels = choice.get("weight_versions") or []
-        labelled = sum(label["end"] - label["start"] for label in labels)
+        labelled = _labelled(labels)
     except (KeyError, TypeError, ValueError) as error:
         raise EngineError(f"{server} returned a broken completion: {type(error).__name__}: {error}") from error
     wrong = [repr(one) for one in ids if type(one) is not int or not 0 <= one < vocabulary]
     wrong += [repr(one) for one in logprobs if not -math.inf < one <= ROUNDING]
     fits = 0 < len(ids) == len(logprobs) <= sampling.max_tokens and labelled in (0, len(ids))
     if wrong or not fits or reason not in ("stop", "length"):
-        found = f'{len(ids)} tokens, {len(logprobs)} log-probs, versions of {labelled}, finish reason "{reason}"'
-        raise EngineError(f"{server} returned a broken completion: {', '.join([found, *wrong[:1]])}")
-    if synced and (foreign := [one["version"] for one in labels if not isinstance(one["version"], int)]):
-        raise EngineError(
-            f'{server} answered with weights of version "{foreign[0]}", which this run has not sent: the server is '
-            "new, or another program changes its weights"
-        )
+        counts = f'{len(ids)} tokens, {len(logprobs)} log-probs, versions of {labelled}, finish reason "{reason}"'
+        raise EngineError(f"{server} returned a broken completion: {', '.join([counts, *wrong[:1]])}")
+    for found in (one["version"] for one in labels):
+        if newest is not None and not (isinstance(found, int) and version <= found <= newest):
+            raise EngineError(
+                f'{server} answered with weights of version "{found}", which this run has not sent since the request: '
+                "the server is new, or another program changes its weights"
+            )
     spans = _spans(labels, version)
     made = Completion(
         ids,
@@ -535,6 +535,16 @@ def _completion(
             "with the prompt: raise engine.max_model_len"
         )
     return made
+
+
+def _labelled(labels: Sequence[dict[str, Any]]) -> int:
+    """The number of tokens from the first on that have a version; -1 if spans overlap or leave some out."""
+    labelled = 0
+    for start, end in ((label["start"], label["end"]) for label in labels):
+        if not type(start) is type(end) is int or not start == labelled <= end:
+            return -1
+        labelled = end
+    return labelled
 
 
 def _spans(labels: Sequence[dict[str, Any]], version: int) -> list[tuple[int, int]]:

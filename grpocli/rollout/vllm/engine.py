@@ -249,8 +249,8 @@ class VllmEngine(Engine):
 
         def answered(k: int, choices: Choices) -> None:
             if not self._failure:  # after a failed sync they may come from any weights
-                request, vocabulary = batch.requests[k], self._vocabulary
-                batch.add(k, completions(choices, request, sampling, version, synced=synced, vocabulary=vocabulary))
+                newest = (self.version or 0) + 1 if synced else None  # a sync that runs may have sent the next one
+                batch.add(k, completions(choices, batch.requests[k], sampling, version, newest, self._vocabulary))
 
         bodies = {k: body(one, sampling, self._stop) for k, one in enumerate(batch.requests) if k not in batch.found}
         self.pool.complete(bodies, answered, batch.listener.watch.cancelled)
