@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from cli.running import EVEN, SMALL, assert_same_run, metrics, run_here
 from cli.test_failures import failed
+from composed import refused
 
 from grpocli.errors import ConfigError
 from grpocli.training import checkpoint as resuming
@@ -107,11 +108,8 @@ def test_resume_fallback_uses_the_previous_checkpoint(grpocli, undisturbed: Path
     assert_same_run(run, undisturbed)
     for file in newest(undisturbed).glob("*.safetensors"):
         assert (newest(run) / file.name).read_bytes() == file.read_bytes()
-    assert {path.name for path in (run / "checkpoints").iterdir()} == {
-        "step_000002",
-        "step_000003",
-        "damaged_step_000003",
-    }
+    kept = {path.name for path in (run / "checkpoints").iterdir()}
+    assert kept == {"step_000002", "step_000003", "damaged_step_000003"}
 
 
 def test_a_resume_after_a_kill_within_a_checkpoint_equals_never_having_stopped(undisturbed: Path, run: Path) -> None:
@@ -154,9 +152,8 @@ def test_a_run_whose_checkpoints_were_deleted_does_not_begin_again(
     if not saved:
         assert resume_point(tmp_path, fallback=True).path is None
         return
-    with pytest.raises(ConfigError) as error:
+    with refused("resume"):
         resume_point(tmp_path, fallback=True)
-    assert error.value.key == "resume"
 
 
 def test_missing_metrics_are_reported(grpocli, run: Path) -> None:

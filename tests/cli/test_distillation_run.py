@@ -7,17 +7,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli.running import assert_same_run, killed_after, metrics, run_here
+from cli.running import assert_resumes_exactly, killed_after, metrics, run_here
 
 from grpocli.models.tiny import make_model, make_tokenizer
 from grpocli.runs.rollouts import read_rollouts
 
 pytestmark = pytest.mark.processes
 
-RUN = [
-    *("train", "algorithm=opd", "model.warm_start_steps=20", "rollout.prompts_per_step=2", "rollout.group_size=2"),
-    *("train.steps=3", "eval.problems=0", "checkpoint.every=1", "checkpoint.keep=0"),
-]
+RUN = ["train", "algorithm=opd", "model.warm_start_steps=20", "rollout.prompts_per_step=2", "rollout.group_size=2"]
+RUN += ["train.steps=3", "eval.problems=0", "checkpoint.every=1", "checkpoint.keep=0"]
 
 
 @pytest.fixture
@@ -48,10 +46,7 @@ def test_a_task_without_answers_trains_and_resumes_exactly(grpocli, tmp_path: Pa
     summary = json.loads((whole / "summary.json").read_text())
     assert not [name for name in summary if name.startswith("eval/")]
 
-    killed = killed_after(1, whole, tmp_path / "killed")
-    assert run_here("train", f"resume={killed}") == 0
-    assert_same_run(killed, whole)
-
+    assert_resumes_exactly(whole, 1, tmp_path / "killed")
     shutil.rmtree(teacher)
     again = killed_after(1, whole, tmp_path / "again")
     assert f"algorithm.kl.model={teacher}: there is no such folder" in grpocli("train", f"resume={again}", code=2)[2]

@@ -10,12 +10,10 @@ import pytest
 from cli.running import SMALL, assert_same_run, metrics, run_here
 from huggingface_hub import snapshot_download
 from publish.test_push import hub
+from publish.test_push import pytestmark as of_the_hub
 from stand_in_hub import StandInHub
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),  # huggingface_hub's use of its client
-]
+pytestmark = [pytest.mark.processes, of_the_hub]
 __all__ = ["hub"]
 RUN = ["engine=fake", *SMALL, "checkpoint.every=1"]
 Grpocli = Callable[..., tuple[int, str, str]]

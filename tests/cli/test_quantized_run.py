@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli.running import EVEN, SMALL, assert_same_run, killed_after, metrics, run_here
+from cli.running import EVEN, SMALL, assert_resumes_exactly, metrics, run_here
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.processes
@@ -23,10 +23,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_resume_equals_never_having_stopped(undisturbed: Path, tmp_path: Path) -> None:
-    run = killed_after(2, undisturbed, tmp_path / "run")
-    assert run_here("train", f"resume={run}") == 0
-    last = "checkpoints/step_000004"
-    assert_same_run(run, undisturbed, f"{last}/adapter_model.safetensors", f"{last}/optimizer-00001.safetensors")
+    files = [f"checkpoints/step_000004/{name}.safetensors" for name in ("adapter_model", "optimizer-00001")]
+    assert_resumes_exactly(undisturbed, 2, tmp_path / "run", files=files)
 
 
 def test_sampler_and_trainer_are_one_model_and_the_final_model_is_plain(undisturbed: Path) -> None:

@@ -112,10 +112,8 @@ def test_a_resume_tells_and_records_what_has_changed(made: Path, run: Path, grpo
         f"warning: {sentence}" for sentence in told
     ]
     first, second = (json.loads(line) for line in (run / "sessions.jsonl").read_text().splitlines())
-    assert {key for key in first["inputs"] if first["inputs"][key] != second["inputs"][key]} == {
-        "reward.f.function",
-        "task.path",
-    }
+    changed = {key for key in first["inputs"] if first["inputs"][key] != second["inputs"][key]}
+    assert changed == {"reward.f.function", "task.path"}
     assert [sentence.partition(" since")[0] for sentence in second["fallback"]] == told
     words = [f"model.path={made}/other", "train.steps=4", "resume_other_weights=true"]
     _, out, err = grpocli("train", f"resume={run}", *words, code=0)

@@ -12,10 +12,8 @@ from grpocli.composition.compose import build_run, compose
 from grpocli.launch.run import steps_of
 from grpocli.runs.rollouts import read_rollouts
 
-RUN = [
-    *("sft", "model.warm_start_steps=1", "rollout.prompts_per_step=8", "train.steps=4", "eval.problems=4"),
-    *("eval.samples=1", "checkpoint.every=1", "checkpoint.keep=0", "optim.lr=3e-3"),
-]
+RUN = ["sft", "model.warm_start_steps=1", "rollout.prompts_per_step=8", "train.steps=4", "eval.problems=4"]
+RUN += ["eval.samples=1", "checkpoint.every=1", "checkpoint.keep=0", "optim.lr=3e-3"]
 
 
 @pytest.mark.processes

@@ -18,7 +18,6 @@ SMALL_RUN = ["train", *SMALL]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A typical run."""
     run = tmp_path_factory.mktemp("train") / "run"
     options = ["checkpoint.every=2", "checkpoint.keep=1", "eval.every=2", "tracker=tensorboard"]
     assert run_here(*SMALL_RUN, *options, f"hydra.run.dir={run}") == 0

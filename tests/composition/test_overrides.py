@@ -66,12 +66,8 @@ def test_rewriting_twice_changes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     Path("mine.py").write_text("")
     given = ["task=[gsm8k, arithmetic]", "model=./x", "reward=[mine.py:a,math]", "algorithm/kl=mine.py:B"]
     once = rewrite(given)
-    assert once[:3] == ["task=mixture", "+task@task.gsm8k=gsm8k", "+task@task.arithmetic=arithmetic"]
-    assert once[3:] == [
-        f"model={tmp_path}/x",
-        f"reward=[{tmp_path}/mine.py:a,math]",
-        f"algorithm/kl={tmp_path}/mine.py:B",
-    ]
+    tasks = ["task=mixture", "+task@task.gsm8k=gsm8k", "+task@task.arithmetic=arithmetic", f"model={tmp_path}/x"]
+    assert once == [*tasks, f"reward=[{tmp_path}/mine.py:a,math]", f"algorithm/kl={tmp_path}/mine.py:B"]
     assert rewrite(once) == once
 
 

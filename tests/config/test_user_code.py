@@ -17,7 +17,7 @@ from grpocli.environments.worker_functions import _environment, call
 from grpocli.errors import GrpoError
 from grpocli.launch.trainer_process import as_grpo_error
 from grpocli.rewards.python import PythonReward
-from grpocli.rewards.reward import Failure, Sample
+from grpocli.rewards.reward import Sample
 from grpocli.rewards.scorer import call as score
 from grpocli.runs.run_dir import RunDir
 from grpocli.tasks.table import process
@@ -74,7 +74,6 @@ def of_reward(function: str) -> str:
     reward = PythonReward(function=function, process=function.endswith("below"))
     (found,) = score(reward, [sample])
     reward.close()
-    assert isinstance(found, Failure)
     return found.reason
 
 
@@ -85,21 +84,14 @@ def message_of(function: Callable[..., Any], *given: Any) -> str:
     return str(caught.value)
 
 
-def thrown(function: Callable[..., Any], *given: Any) -> BaseException:
-    """The error that it raises, without frames of this file."""
-    with ThreadPoolExecutor(1) as threads:
-        error = threads.submit(function, *given).exception()
-    assert error is not None
-    return error
-
-
 def of_part() -> str:
     return message_of(build_run, compose(["+reward.mine={_target_:'framed_mine:Part'}"]))
 
 
 def of_a_run() -> str:
-    """The message of a run, or of one of its processes, for any error."""
-    error = thrown(load("framed_mine.py:first", "key"), "short")
+    """The message of a run, or of one of its processes, for any error, whose frames are not of this file."""
+    with ThreadPoolExecutor(1) as threads:
+        error = threads.submit(load("framed_mine.py:first", "key"), "short").exception()
     assert isinstance(error, Exception)
     return str(as_grpo_error(error, RunDir(Path("run"))))
 

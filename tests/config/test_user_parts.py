@@ -28,7 +28,6 @@ from grpocli.config.parts import part
 from grpocli.rewards.reward import BaseReward
 from grpocli.tasks.task import BaseTask
 
-
 class Rank:
     """Scores, centred and scaled."""
 
@@ -37,11 +36,9 @@ class Rank:
     def __call__(self, scores_PG):
         return self.scale * (scores_PG - scores_PG.mean(1, keepdim=True))
 
-
 @part("algorithm/objective", "mine")
 class Mine(Clip):
     extra: float = 1.0
-
 
 class Doubles(BaseTask):
     count: int = 9
@@ -49,34 +46,27 @@ class Doubles(BaseTask):
     def examples(self, split):
         return [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(self.count)]
 
-
 class ShortAnswers(BaseReward):
     limit: int = 3
 
     def __call__(self, samples):
         return [float(len(sample.text) < self.limit) for sample in samples]
 
-
 def accuracy(completions, answer, **rest):
     return [float(text == wanted) for text, wanted in zip(completions, answer)]
-
 
 def fmt(completions, **rest):
     return [1.0 for _ in completions]
 
-
 class Nothing:
     pass
-
 
 class OwnInit:
     def __init__(self, size):
         self.size = size
 
-
 class ListDefault:
     names: list = []
-
 
 class Wrong:
     size: complex = 1j
@@ -175,7 +165,6 @@ def test_built_in_parts_have_the_members_that_user_parts_need() -> None:
 def test_the_documented_class_works(tmp_path: Path) -> None:
     page = Path(__file__).parents[2] / "docs" / "command_line.md"
     block = re.search(r"    # mine\.py\n((?:    .*\n|\n)+)", page.read_text())
-    assert block
     (tmp_path / "mine.py").write_text(textwrap.dedent(block[1]))
     overrides = [f"algorithm/advantage={tmp_path}/mine.py:Rank", "algorithm.advantage.scale=2", "algorithm/keep=all"]
     rank = build_algorithm(*overrides).advantage

@@ -56,7 +56,6 @@ def moved(base, lora: Lora | None = None):
 
 @pytest.fixture
 def folder(little_model, tmp_path: Path) -> Path:
-    """The base model in a folder."""
     little_model.save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 

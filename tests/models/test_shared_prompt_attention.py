@@ -17,7 +17,8 @@ from grpocli.models.shared_prompt_attention import Segments, calls_of, rows_of
 
 CPU = torch.device("cpu")
 HEADS, GROUPS, SIZE, SIZE_OF_VALUES = 4, 2, 8, 6  # values are smaller in DeepSeek-V3
-PROMPTS: dict[str, list[tuple[int, list[int]]]] = {
+Prompts = list[tuple[int, list[int]]]
+PROMPTS: dict[str, Prompts] = {
     "equal": [(3, [7, 7, 7])],
     "similar": [(3, [7, 6, 7, 6])],
     "alone": [(6, [6])],
@@ -47,19 +48,15 @@ def test_rows_of_like_size_share_a_call() -> None:
     default = [(n, [4, 5, 6, 8] * 2) for n in (5, 6, 7)]
     assert [len(rows) for rows in calls_of(list(rows_of(default, on_cpu=True)))] == [24, 3]
     long = [(400, [400, 390, 210, 205]), (390, [420, 410])]
-    assert [[row.n for row in rows] for rows in calls_of(list(rows_of(long, on_cpu=True)))] == [
-        [210, 205],
-        [420, 410],
-        [400, 390],
-        [400, 390],
-    ]
+    sizes = [[row.n for row in rows] for rows in calls_of(list(rows_of(long, on_cpu=True)))]
+    assert sizes == [[210, 205], [420, 410], [400, 390], [400, 390]]
 
 
 @pytest.mark.parametrize("prompts", PROMPTS.values(), ids=PROMPTS)
 @pytest.mark.parametrize("masked", [512, 0], ids=["masks", "causal"])
 @pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "gpu"])
 def test_each_completion_attends_as_a_separate_row(
-    prompts: list[tuple[int, list[int]]], masked: int, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+    prompts: Prompts, masked: int, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "MASKED", masked)
     states = _states(sum(prompt + sum(lengths) for prompt, lengths in prompts))
@@ -73,9 +70,7 @@ def test_each_completion_attends_as_a_separate_row(
 
 
 @pytest.mark.parametrize("prompts", PROMPTS.values(), ids=PROMPTS)
-def test_no_mask_is_larger_than_its_limit(
-    prompts: list[tuple[int, list[int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_mask_is_larger_than_its_limit(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without masks, or with smaller ones and in more calls, completions attend as before."""
     states = _states(sum(prompt + sum(lengths) for prompt, lengths in prompts))
     for most, at_once in ((0, 1), (300, 30), (10_000, 100)):
@@ -107,9 +102,7 @@ def _states(tokens: int) -> list[torch.Tensor]:
     return [torch.randn(1, heads, tokens, size, requires_grad=True) for heads, size in sizes]
 
 
-def _alone(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prompts: list[tuple[int, list[int]]]
-) -> torch.Tensor:
+def _alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prompts: Prompts) -> torch.Tensor:
     """The output [1, N, heads, D], with every completion computed as a separate row."""
     parts, first = [], 0
     for prompt, lengths in prompts:

@@ -24,34 +24,24 @@ from grpocli.publish.push import CheckpointPushes, Pusher
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.sessions import Session, add_session
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Use 'content=:DeprecationWarning"
-)  # huggingface_hub's use of its client
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of huggingface_hub's client
 
 TOKEN = "hf_writer_token"
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandInHub]:
-    """A stand-in hub that the real client talks to, with a token that may write to repositories of `me`."""
+    """A stand-in hub that the real client talks to, with an empty cache and a token that may write to `me`."""
     with serving(StandInHub()) as server:
-        use_hub(server, monkeypatch, tmp_path)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        constants = {"ENDPOINT": server.url, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_OFFLINE": False}
+        constants |= {"HF_HUB_DISABLE_XET": True, "HF_HUB_CACHE": str(tmp_path / "hub-cache")}
+        for name, value in (constants | {"HF_TOKEN_PATH": str(tmp_path / "no-token")}).items():
+            monkeypatch.setattr(hub_constants, name, value)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        forget_hub()
         yield server
-    forget_hub()
-
-
-def use_hub(server: StandInHub, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let this process talk to the stand-in, with an empty cache below `folder`."""
-    monkeypatch.setattr(hub_constants, "ENDPOINT", server.url)
-    monkeypatch.setattr(
-        hub_constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
-    )
-    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub_constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(folder / "hub-cache"))
-    monkeypatch.setattr(hub_constants, "HF_TOKEN_PATH", str(folder / "no-token"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
     forget_hub()
 
 
@@ -149,7 +139,6 @@ def test_the_last_checkpoint_is_pushed_at_the_end_also_after_a_failed_push() -> 
 
     pushes = CheckpointPushes(Failing(RunDir(Path("run")), Hub(push="me/new")), lambda _: None)
     pushes.add(1)
-    assert pushes._pushing is not None
     wait([pushes._pushing])
     pushes.add(2)
     pushes.add(3)  # is saved during the push of 2
