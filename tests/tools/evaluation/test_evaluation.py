@@ -122,7 +122,6 @@ def test_a_rise_by_a_fifth_is_found_and_noise_is_not() -> None:
 
 def test_problems_that_only_one_evaluation_has_do_not_count() -> None:
     paired = Paired.of({"a": 0.0, "b": 0.5}, {"a": 0.5, "c": 1.0})
-    assert paired is not None
     assert (paired.change, paired.problems) == (0.5, 1)
     assert Paired.of({"a": 0.0}, {"b": 1.0}) is None
 

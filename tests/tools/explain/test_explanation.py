@@ -14,7 +14,7 @@ from grpocli.composition.hydra_sources import conf_dir
 from grpocli.config.yaml_text import flat
 from grpocli.runs.sessions import as_typed
 from grpocli_tools.explain.explanation import ORDER, Explanation, compared, explanation
-from grpocli_tools.explain.keys import GroupReference, KeyReference, ReferenceIndex
+from grpocli_tools.explain.keys import ReferenceIndex
 from grpocli_tools.explain.render import comparison_markdown, comparison_text, pair_lines
 
 CASES = [
@@ -202,12 +202,6 @@ def reference() -> ReferenceIndex:
     return ReferenceIndex(Path(conf_dir()))
 
 
-def key(reference: ReferenceIndex, name: str) -> KeyReference:
-    found = reference.find(name)
-    assert isinstance(found, KeyReference)
-    return found
-
-
 def test_every_key_has_a_meaning_and_a_type(reference: ReferenceIndex) -> None:
     for name, found in reference.keys.items():
         assert all(variant.doc and variant.type for variant in found.variants), name
@@ -219,24 +213,22 @@ def test_every_key_has_a_meaning_and_a_type(reference: ReferenceIndex) -> None:
 def test_a_key_states_its_default_its_values_and_an_example(reference: ReferenceIndex) -> None:
     config = compose(["model=hf", "model.path=a/b"])
     for name in ("train.minibatches", "rollout.group_size", "algorithm.objective.high", "optim.lr"):
-        assert float(key(reference, name).variants[0].default) == OmegaConf.select(config, name)
-        compose(key(reference, name).example.removeprefix("grpocli train ").split())
-    assert key(reference, "optim.schedule").variants[0].allowed == ("constant", "linear", "cosine")
-    assert key(reference, "rollout.long_prompts").variants[0].allowed == ("drop", "truncate")
-    assert key(reference, "train.packed").variants[0].allowed == ("true", "false")
+        assert float(reference.find(name).variants[0].default) == OmegaConf.select(config, name)
+        compose(reference.find(name).example.removeprefix("grpocli train ").split())
+    assert reference.find("optim.schedule").variants[0].allowed == ("constant", "linear", "cosine")
+    assert reference.find("rollout.long_prompts").variants[0].allowed == ("drop", "truncate")
+    assert reference.find("train.packed").variants[0].allowed == ("true", "false")
 
 
 def test_the_choices_that_change_a_default_are_named(reference: ReferenceIndex) -> None:
     for name in ("algorithm.objective.high", "optim.lr", "reward.overlong.weight"):
-        for choice, value in key(reference, name).set_by:
+        for choice, value in reference.find(name).set_by:
             if not choice.startswith("recipe="):
                 overrides = [choice] if "overlong_half" not in choice else ["reward=[overlong_half]"]
                 overrides += [] if choice.startswith("model=") else ["model=hf", "model.path=a/b"]
                 assert OmegaConf.select(compose(overrides), name) == float(value), (name, choice)
-    assert ("algorithm=dapo", "0.28") in key(reference, "algorithm.objective.high").set_by
-    keep = reference.find("algorithm/keep")
-    assert isinstance(keep, GroupReference)
-    assert ("algorithm=dapo", "dynamic") in keep.chosen_by
+    assert ("algorithm=dapo", "0.28") in reference.find("algorithm.objective.high").set_by
+    assert ("algorithm=dapo", "dynamic") in reference.find("algorithm/keep").chosen_by
 
 
 @pytest.mark.parametrize(

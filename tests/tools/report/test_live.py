@@ -217,7 +217,6 @@ class Watch:
         self.port = int(ADDRESS.search(self.address)[1])  # type: ignore[index]
 
     def next_address(self) -> str:
-        assert self.process.stdout
         for line in self.process.stdout:
             self.lines.append(line)
             if found := ADDRESS.search(line):

@@ -59,7 +59,6 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 def test_pieces_join_to_the_decoded_text(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     pieces = TokenTexts(tokenizer)(ids)
-    assert pieces is not None
     assert len(pieces) == len(ids)
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=False)
 
