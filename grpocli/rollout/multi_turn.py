@@ -215,8 +215,9 @@ class MultiTurnEngine:
     ) -> list[_RunningEpisode]:
         """The episodes of the prompts that have an environment, reset. first: the requests of their first turns."""
         started = [
-            _RunningEpisode(k, i, prompt, request, self.environments[prompt.task], kv, _draw(prompt) * request.n + i)
+            _RunningEpisode(k, i, prompt, request, self.environments[prompt.task], kv, draw * request.n + i)
             for k, (prompt, request) in enumerate(zip(prompts, requests, strict=True))
+            for draw in [int(prompt.uid.rpartition("-")[2])]
             if prompt.task in self.environments
             for i, kv in enumerate(first[k].reusable_kv or [ReusableKV()] * request.n)
         ]
@@ -374,11 +375,6 @@ def _turn_request(request: Request, environment: EnvironmentConfig | None) -> Re
         return request
     reusable_kv = tuple(ReusableKV() for _ in range(request.n)) if environment.turns > 1 else ()
     return replace(request, max_tokens=environment.turn_tokens, stop=tuple(environment.stop), reusable_kv=reusable_kv)
-
-
-def _draw(prompt: Prompt) -> int:
-    """The number of the prompt's draw, or its place in an evaluation."""
-    return int(prompt.uid.rpartition("-")[2])
 
 
 def _as_json(columns: Mapping[str, Any]) -> dict[str, Any]:

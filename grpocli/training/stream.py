@@ -240,9 +240,9 @@ class RolloutStream:
         """What `work` returns in the main process once it is not None; until then, sync when servers are lost."""
         while True:
             found = self.world.broadcast_object(self._look(work) if self.world.is_main else None)
-            if isinstance(found, _Failure):
+            if isinstance(found, RunError):
                 self._failed = True
-                raise self._error or found.error
+                raise self._error or found
             if isinstance(found, _Lost):
                 self._failed = True
                 sync()
@@ -250,7 +250,7 @@ class RolloutStream:
             elif found is not None:
                 return found
 
-    def _look(self, work: Callable[[], T | None]) -> T | _Failure | _Lost | None:
+    def _look(self, work: Callable[[], T | None]) -> T | RunError | _Lost | None:
         """What `work` returns, or an error, or that servers are lost; None after a while without any of them.
 
         What `work` returns comes first, because the error of a later step does not matter yet.
@@ -264,7 +264,7 @@ class RolloutStream:
             except GrpoError as error:
                 self._error = self._error or error
             if self._error:
-                return _Failure.of(self._error)
+                return _for_others(self._error)
             if self.collector.sampler.engine.needs_sync:
                 return _Lost()
             watch.progress(min(len(self.schedule.ready), size), size, "groups")
@@ -358,17 +358,11 @@ class _Lost:
     """Requests wait, and no server is left to answer them."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
+def _for_others(error: BaseException) -> RunError:
     """An error of the main process, as the others raise it."""
-
-    error: RunError
-
-    @classmethod
-    def of(cls, error: BaseException) -> _Failure:
-        message = str(error) if isinstance(error, GrpoError) else f"{type(error).__name__}: {error}"
-        kinds = (ServiceGone, RewardError)  # after which all processes save a checkpoint
-        return cls(next((kind for kind in kinds if isinstance(error, kind)), RunError)(message))
+    message = str(error) if isinstance(error, GrpoError) else f"{type(error).__name__}: {error}"
+    kinds = (ServiceGone, RewardError)  # after which all processes save a checkpoint
+    return next((kind for kind in kinds if isinstance(error, kind)), RunError)(message)
 
 
 def _lengths(groups: Sequence[Group]) -> list[int]:
