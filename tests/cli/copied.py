@@ -81,12 +81,12 @@ class CopiedEngine(Engine):
         if call == self.part.lost:
             self.is_gone = self.part.gone
             come_back()
+        if call == self.part.meanwhile:  # the others are answered
+            self.wait_for_training()
         with self.busy:
             if call == self.part.fails:
                 raise RuntimeError("the engine broke")
             time.sleep(FOR_EVER if call == self.part.stuck else self.part.slow)
-            if call == self.part.meanwhile:
-                self.wait_for_training()
             stop = stop_token_ids(self.model, self.context.tokenizer)
             return sample(self.model, requests, sampling, stop, self.version) if requests else []
 

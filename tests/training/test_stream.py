@@ -197,8 +197,9 @@ def test_the_bias_of_lengths_compares_trained_groups_with_kept_ones() -> None:
         ended.start()
         first = stream.batch(1, never)
         ended.join()
-        sampler.end(2, 4, 5)
-        until(lambda: len(stream.schedule.ready) == 3)
+        for ready, number in enumerate((2, 4, 5), start=1):
+            sampler.end(number)
+            until(lambda ready=ready: len(stream.schedule.ready) == ready)
         second = stream.batch(2, never)
         untrained = stream.state(2)
     assert uids(first) == [1, 0]
