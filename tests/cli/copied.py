@@ -27,9 +27,9 @@ FOR_EVER = 40.0  # seconds
 class Copied(EnginePart):
     """The engine's keys.
 
-    slow: minimum seconds of a batch of completions. fails, lost, stuck: the number of the call in which the engine
-    breaks, is lost and must be synced again, or hangs; 0: none. gone: a lost engine does not come
-    back. meanwhile: the number of the call that returns only after an update of the policy; 0: none does.
+    slow: minimum seconds of a batch of completions. fails, lost: the number of the call in which the engine breaks, or
+    is lost and must be synced again; 0: none. stuck: the draw whose group hangs; 0: none. gone: a lost engine does not
+    come back. meanwhile: the number of the call that returns only after an update of the policy; 0: none does.
     """
 
     slow: float = 0.0
@@ -83,10 +83,12 @@ class CopiedEngine(Engine):
             come_back()
         if call == self.part.meanwhile:  # the others are answered
             self.wait_for_training()
+        if self.part.stuck and any(one.prompt and one.prompt.uid == str(self.part.stuck) for one in requests):
+            time.sleep(FOR_EVER)
         with self.busy:
             if call == self.part.fails:
                 raise RuntimeError("the engine broke")
-            time.sleep(FOR_EVER if call == self.part.stuck else self.part.slow)
+            time.sleep(self.part.slow)
             stop = stop_token_ids(self.model, self.context.tokenizer)
             return sample(self.model, requests, sampling, stop, self.version) if requests else []
 

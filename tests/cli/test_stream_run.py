@@ -148,7 +148,7 @@ def test_a_signal_ends_the_run_after_a_checkpoint_and_a_second_one_at_once(engin
     for signals, code in ((1, 3), (2, 1)):
         run = tmp_path / f"{signals}"
         options = [*engine, *EXACT, "train.steps=999"]
-        options += ["engine.slow=0.2"] if signals == 1 else ["engine.stuck=10"]
+        options += ["engine.slow=0.2"] if signals == 1 else ["engine.stuck=7"]
         process = start(*RUN, *options, f"hydra.run.dir={run}")
         wait_for(run / "metrics.jsonl")
         for _ in range(signals):
