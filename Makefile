@@ -37,7 +37,7 @@ test-tools: setup ## the same for what looks at runs, configs and machines, and 
 
 # Only files with such tests are read: each worker would import the others for nothing.
 SURVIVAL = $(sort $(filter-out $(ELSEWHERE),$(shell grep -rl --include='test_*.py' survival tests)))
-test-survival: setup ## kills, faults, and the wide matrices of what `make test` tests once
+test-survival: setup ## kills, faults, and the wide matrices of what `make test` tests once (ARGS="-k NAME" chooses)
 	$(TESTS) -m survival $(SURVIVAL) $(ARGS)
 
 test-slurm: setup ## runs on a SLURM cluster that is installed and started here (root on Debian; skipped elsewhere)

@@ -97,7 +97,7 @@ class RolloutState:
     ended: list[EndedGroup] = field(default_factory=list)
     """In the order in which they ended."""
     sampling: Sampling | None = None
-    """Of the ended groups; None without any."""
+    """With which the ended groups were sampled."""
 
     def save(self, folder: Path) -> None:
         """Write tensors and plain values, which are read with `weights_only=True`.
@@ -224,7 +224,7 @@ class RolloutStream:
 
     @property
     def _carried(self) -> RolloutState:
-        """The state between two steps that sample in rounds."""
+        """The state between two steps that sample in rounds: draws, and surplus groups for the next step."""
         carried = [EndedGroup(group, ScoreStats(), kept=True) for group in self.collector.leftover]
         return RolloutState(self.schedule.draws, list(self.schedule.restarted), carried, self.collector.sampling)
 

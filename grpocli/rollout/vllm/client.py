@@ -538,7 +538,7 @@ def _completion(
 
 
 def _labelled(labels: Sequence[dict[str, Any]]) -> int:
-    """The number of tokens from the first on that have a version; -1 if spans overlap or leave some out."""
+    """The number of tokens, from the first on, that have a version; -1 if spans overlap or leave a gap."""
     labelled = 0
     for start, end in ((label["start"], label["end"]) for label in labels):
         if not type(start) is type(end) is int or not start == labelled <= end:
