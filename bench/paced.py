@@ -25,7 +25,7 @@ import numpy as np
 from grpocli.algorithm.objective import Clip
 from grpocli_tools.plan.simulate import LogNormal
 
-THREADS = ThreadPoolExecutor(512)
+THREADS = ThreadPoolExecutor(2048)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from grpocli_tools.plan.simulate import Job, LogNormal, Speeds, simulate
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-PROMPTS, GROUP, SERVERS, SLOTS = 64, 8, 2, 64
+GROUP, SERVERS, SLOTS = 8, 2, 64
 MEAN, LONGEST = 300.0, 8192
 FIRST, EACH = 0.01, 0.0001  # seconds for a token, and for each running sequence; scaled to the bound
 
@@ -55,10 +55,10 @@ class Requested(LogNormal):
 def job_of(args: argparse.Namespace) -> Job:
     """The simulated run: an update takes `args.bound` seconds, and so do a step's tokens at full capacity."""
     lengths = LogNormal.with_mean(MEAN, math.sqrt(math.expm1(args.sigma**2)), LONGEST)
-    tokens = PROMPTS * GROUP * lengths.mean / args.kept
+    tokens = args.prompts * GROUP * lengths.mean / args.kept
     scale = args.bound * SERVERS * SLOTS / (tokens * (FIRST + EACH * SLOTS))
     return Job(
-        *(PROMPTS, GROUP, 0.0),
+        *(args.prompts, GROUP, 0.0),
         lengths=Requested(lengths.typical, lengths.spread, lengths.longest),
         speeds=Speeds([0.0, *(scale * (FIRST + EACH * n) for n in range(1, SLOTS + 1))], update=args.bound),
         servers=SERVERS,
@@ -84,7 +84,7 @@ def measured(args: argparse.Namespace) -> list[dict[str, float]]:
         urls = [running.enter_context(paced_server(*options)) for _ in range(SERVERS)]
         overrides = [
             *(*COMMON, *SLEEPING, f"engine.base_url=[{','.join(urls)}]"),
-            *(f"rollout.prompts_per_step={PROMPTS}", f"rollout.group_size={GROUP}", f"train.steps={args.steps}"),
+            *(f"rollout.prompts_per_step={args.prompts}", f"rollout.group_size={GROUP}", f"train.steps={args.steps}"),
             *(f"rollout.max_staleness={args.staleness}", f"algorithm.objective.seconds={args.bound}"),
             *(["algorithm/keep=dynamic"] if args.kept < 1 else []),
             *(f"reward.python.function={PACED}:parity", f"hydra.run.dir={folder}/run", *args.overrides),
@@ -98,6 +98,7 @@ def measured(args: argparse.Namespace) -> list[dict[str, float]]:
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--staleness", type=int, default=1, help="rollout.max_staleness (1)")
+    cli.add_argument("--prompts", type=int, default=64, help="rollout.prompts_per_step (64)")
     cli.add_argument("--sigma", type=float, default=1.0, help="standard deviation of the logarithm of lengths (1.0)")
     cli.add_argument("--kept", type=float, default=1.0, help="share of groups that dynamic sampling keeps (1.0: all)")
     cli.add_argument("--bound", type=float, default=4.0, help="seconds of a step that waits for nothing (4.0)")

@@ -143,15 +143,6 @@ class Scorer:
         ]
         return self.add_missing_scores(scored, enter, progress)
 
-    def score_groups(
-        self, groups: Sequence[Sequence[Rollout]], max_tokens: int
-    ) -> list[tuple[list[Rollout], ScoreStats]]:
-        """Each group's rollouts with their rewards, and its counts; its seconds are an equal share of the call's."""
-        scored = [[ScoredRollout(one, Sample.of(one, max_tokens)) for one in group] for group in groups]
-        rollouts, stats = self.add_missing_scores([one for group in scored for one in group])
-        rewarded, seconds = iter(rollouts), stats.seconds / max(1, len(groups))
-        return [([next(rewarded) for _ in group], self._stats(group, seconds)) for group in scored]
-
     def add_missing_scores(
         self,
         rollouts: Sequence[ScoredRollout],

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TYPE_CHECKING
@@ -97,17 +97,12 @@ class Sampler:
 
     def score(
         self, arrived: Sequence[tuple[Prompt, Sequence[Completion]]], max_tokens: int
-    ) -> list[tuple[Group, ScoreStats]]:
-        """The scored groups of these completions, each with its counts. In this process alone."""
-        groups = [
-            [Rollout(prompt, done, self._text(done.token_ids)) for done in completions]
-            for prompt, completions in arrived
-        ]
-        with self.scoring:
-            scored = self.scorer.score_groups(groups, max_tokens)
-        return [
-            (Group(prompt, rollouts), stats) for (prompt, _), (rollouts, stats) in zip(arrived, scored, strict=True)
-        ]
+    ) -> tuple[list[Group], ScoreStats]:
+        """The scored groups of these completions, and counts of errors. In this process alone; needs `scoring`."""
+        rollouts = [Rollout(one, done, self._text(done.token_ids)) for one, whole in arrived for done in whole]
+        scored, stats = self.scorer.score(rollouts, max_tokens)
+        rest = iter(scored)
+        return [Group(prompt, [next(rest) for _ in whole]) for prompt, whole in arrived], stats
 
     @property
     def episodes(self) -> MultiTurnEngine:
@@ -156,6 +151,23 @@ class RolloutBatch:
     """Groups that the step does not train on, with the reason, for the rollout file; in the main process only."""
     leftover_uids: frozenset[str] = frozenset()
     """Uids of the groups carried over from the previous step."""
+    stats: ScoreStats = field(default_factory=ScoreStats)
+
+
+def oldest_version(group: Group) -> int:
+    """The weight version of a group's oldest token."""
+    return min(rollout.completion.version for rollout in group.rollouts)
+
+
+def staleness(groups: Sequence[Group], step: int, most: int) -> dict[str, float]:
+    """The ages in weight versions of the tokens that a step trains on, and the share of each age up to `most`."""
+    tokens = Counter(dict.fromkeys(range(most + 1), 0))
+    for done in (rollout.completion for group in groups for rollout in group.rollouts):
+        for version, count in done.spans or [(done.version, len(done.token_ids))]:
+            tokens[step - version] += count
+    mean = sum(age * count for age, count in tokens.items()) / max(1, tokens.total())
+    shares = {f"staleness/{age}": count / max(1, tokens.total()) for age, count in sorted(tokens.items())}
+    return {"staleness/mean": mean, "staleness/max": float(max(+tokens, default=0)), **shares}
 
 
 def rollout_metrics(
@@ -223,19 +235,6 @@ def tool_use(groups: Sequence[Group]) -> tuple[dict[str, float], dict[str, str]]
 
 
 @dataclass(slots=True)
-class SampledGroups:
-    """What was sampled for one step."""
-
-    all: list[Group] = field(default_factory=list)
-    """In the order of their draws."""
-    filtered: list[Group] = field(default_factory=list)
-    """Those of them that the algorithm does not keep."""
-    score_stats: ScoreStats = field(default_factory=ScoreStats)
-    rounds: int | None = None
-    """None in a stream."""
-
-
-@dataclass(slots=True)
 class Collector:
     """Draws prompts, has them sampled and scored, and keeps the groups that the algorithm wants."""
 
@@ -248,8 +247,10 @@ class Collector:
     group_size: int
     sampling: Sampling
     seed: int
-    leftover: list[Group] = field(default_factory=list)
-    """Groups that the last step kept but did not need; the next step trains on them first."""
+    ended: dict[int, Group] = field(default_factory=dict)
+    """Scored groups that no step has taken, by number. In rounds those of `algorithm.keep.surplus=carry`."""
+    stats: ScoreStats = field(default_factory=ScoreStats)
+    """Counts of what was scored since the last batch."""
     accuracy_rewards: Mapping[str, str] = field(default_factory=dict)
     """The name of each task's accuracy reward."""
     keeps_untrained: bool = True
@@ -260,53 +261,61 @@ class Collector:
     """The draws of an epoch, for the metric `epoch`; None: no such metric."""
 
     def collect(self, step: int) -> RolloutBatch:
-        """Sample until the algorithm has kept `prompts_per_step` groups, or its rounds are used up. Collective.
+        """Sample until the algorithm has kept `prompts_per_step` groups, or its rounds are used up. Collective."""
+        carried = {*self.ended}
+        self.schedule.begin(step)
+        numbers = self.schedule.start()
+        while (batch := self.take(carried)) is None:
+            self._sample_round(numbers)
+            numbers = self.schedule.start()
+        return batch
 
-        After an error `RolloutStream.state` is that before the step, and the run ends.
-        """
-        schedule, carried, sampled = self.schedule, self.leftover, SampledGroups()
-        schedule.begin(step)
-        while numbers := schedule.start():
-            self._sample_round(sampled, numbers)
-        sampled.rounds = schedule.rounds
-        taken = schedule.take() or []
-        found = {int(group.uid): group for group in (*carried, *sampled.all)}
-        self.leftover = [found[number] for number in schedule.ready]
-        batch = self.end_step([found[number] for number in taken], sampled, carried)
-        unused = {*found} - {*taken, *schedule.ready, *(int(group.uid) for group in sampled.filtered)}
-        untrained = [(Status.LEFTOVER, group) for group in self.leftover]
-        untrained += [(Status.SURPLUS, found[number]) for number in sorted(unused)]
-        return replace(batch, untrained=[*batch.untrained, *untrained] if self.keeps_untrained else [])
-
-    def _sample_round(self, sampled: SampledGroups, numbers: Sequence[int]) -> None:
+    def _sample_round(self, numbers: Sequence[int]) -> None:
         """Sample and score the groups of a round."""
-        schedule, watch, wanted = self.schedule, self.watch, self.schedule.prompts_per_step
+        schedule, watch = self.schedule, self.watch
         if schedule.rounds > 1:
-            watch = watch.detailed(f"round {schedule.rounds}, {len(schedule.ready)} of {wanted} groups kept")
+            kept = f"{len(schedule.ready)} of {schedule.prompts_per_step} groups kept"
+            watch = watch.detailed(f"round {schedule.rounds}, {kept}")
         prompts, seeds = [self.draw(n) for n in numbers], [derive_seed(self.seed, n) for n in numbers]
-        groups, stats = self.sampler.generate_and_score(prompts, seeds, self.group_size, self.sampling, watch)
-        sampled.score_stats = sampled.score_stats.add_round(stats)
-        self.sampler.scorer.check_errors(sampled.score_stats, wanted * self.group_size)
-        for number, group, keep in zip(numbers, groups, self.kept(groups), strict=True):
-            schedule.end(number, schedule.step, keep)
-            sampled.filtered += [] if keep else [group]
-        sampled.all += groups
+        self.end(*self.sampler.generate_and_score(prompts, seeds, self.group_size, self.sampling, watch))
 
-    def end_step(self, groups: list[Group], sampled: SampledGroups, carried: Sequence[Group] = ()) -> RolloutBatch:
-        """The batch of a step that trains on `groups`. carried: those that were sampled for the step before."""
-        wanted, keep = self.schedule.prompts_per_step, self.algorithm.keep
-        if len(groups) < wanted and keep.on_exhausted == "error":
+    def end(self, groups: Sequence[Group], stats: ScoreStats) -> None:
+        """Take in running groups that are scored. Raises RewardError if too many samples failed."""
+        self.stats = self.stats.add_round(stats)
+        self.sampler.scorer.check_errors(self.stats, self.schedule.prompts_per_step * self.group_size)
+        for group, kept in zip(groups, self.kept(groups), strict=True):
+            self.ended[int(group.uid)] = group
+            self.schedule.end(int(group.uid), oldest_version(group), kept)
+
+    def take(self, carried: Collection[int] = ()) -> RolloutBatch | None:
+        """The batch of a step; None while it has to wait. carried: groups that were sampled for the step before."""
+        schedule, keep = self.schedule, self.algorithm.keep
+        if (found := schedule.take()) is None:
+            return None
+        (taken, rejected), wanted = found, schedule.prompts_per_step
+        if len(taken) < wanted and keep.on_exhausted == "error":
             raise RewardError(
-                f"algorithm.keep.max_rounds={keep.max_rounds}: only {len(groups)} of {wanted} prompts had completions "
+                f"algorithm.keep.max_rounds={keep.max_rounds}: only {len(taken)} of {wanted} prompts had completions "
                 "of different reward; raise it, or choose easier or harder prompts"
             )
-        tools, tool_warnings = tool_use(sampled.all or groups)
+        groups = [self.ended.pop(number) for number in taken]
+        left = {*schedule.ready, *schedule.rejected}
+        unused = {number: self.ended.pop(number) for number in sorted({*self.ended} - left)}
+        leftover = {} if schedule.max_staleness else self.ended
+        everyone = dict(zip(taken, groups, strict=True)) | unused | leftover
+        sampled = [group for number, group in sorted(everyone.items()) if number not in carried]
+        untrained = [(Status.FILTERED, unused.pop(number)) for number in sorted(rejected)]
+        untrained += [(Status.LEFTOVER, group) for group in leftover.values()]
+        untrained += [(Status.SURPLUS, group) for group in unused.values()]
+        stats, self.stats = self.stats, ScoreStats()
+        tools, tool_warnings = tool_use(sampled or groups)
         return RolloutBatch(
             groups,
-            self._metrics(sampled, groups, len(carried)) | tools,
-            {**self.sampler.scorer.warnings(sampled.score_stats), **tool_warnings},
-            [(Status.FILTERED, group) for group in sampled.filtered] if self.keeps_untrained else [],
-            frozenset(group.uid for group in carried),
+            self._metrics(sampled, groups, stats, len(rejected), len(carried)) | tools,
+            {**self.sampler.scorer.warnings(stats), **tool_warnings},
+            untrained if self.keeps_untrained else [],
+            frozenset(map(str, carried)),
+            stats,
         )
 
     def advantages(self, groups: Sequence[Group]) -> Tensor:
@@ -318,32 +327,35 @@ class Collector:
         rewards = rewards_of(groups, self.reward_weights)
         return self.algorithm.advantages(rewards, self.reward_weights, self._accuracy(groups), lengths)
 
-    def _metrics(self, sampled: SampledGroups, wanted: Sequence[Group], n_leftover: int) -> dict[str, float]:
-        n = len(sampled.all)
-        written = sum(rollout.completion.written for group in sampled.all for rollout in group.rollouts)
-        read = sum(len(group.prompt.token_ids) * len(group.rollouts) for group in sampled.all)
+    def _metrics(
+        self, sampled: Sequence[Group], trained: Sequence[Group], stats: ScoreStats, n_rejected: int, n_carried: int
+    ) -> dict[str, float]:
+        n, schedule = len(sampled), self.schedule
+        written = sum(rollout.completion.written for group in sampled for rollout in group.rollouts)
+        read = sum(len(group.prompt.token_ids) * len(group.rollouts) for group in sampled)
         metrics = {
-            "sampling/kept": len(wanted),
-            "sampling/carried": n_leftover,
-            "sampling/acceptance": (n - len(sampled.filtered)) / n if n else 1.0,
+            "sampling/kept": len(trained),
+            "sampling/carried": n_carried,
+            "sampling/acceptance": (n - n_rejected) / n if n else 1.0,
             "tokens/generated": 0.0 if self.algorithm.supervised else float(written),
             "num_tokens": written + read,
         }
-        metrics |= {} if sampled.rounds is None else {"sampling/rounds": sampled.rounds}
-        groups = sampled.all or wanted  # a step may need no more than the leftover groups
+        if schedule.max_staleness:
+            metrics |= staleness(trained, schedule.step, schedule.max_staleness)
+        else:
+            metrics["sampling/rounds"] = schedule.rounds
+        groups = sampled or trained  # a step may need no more than the leftover groups
         rewards = rewards_of(groups, self.reward_weights)
         scores_PG = self.algorithm.scores(rewards, self.reward_weights) if rewards else None
-        metrics |= sampled.score_stats.metrics | rollout_metrics(groups, rewards, scores_PG)
+        metrics |= stats.metrics | rollout_metrics(groups, rewards, scores_PG)
         if scores_PG is not None and len(self.accuracy_rewards) > 1:
             metrics |= task_metrics(groups, rewards, scores_PG, self.accuracy_rewards)
-            metrics |= {
-                f"task/{task}/errors": float(sampled.score_stats.errors_of(task)) for task in self.accuracy_rewards
-            }
-        return metrics | ({"epoch": self.schedule.draws / self.epoch_draws} if self.epoch_draws else {})
+            metrics |= {f"task/{task}/errors": float(stats.errors_of(task)) for task in self.accuracy_rewards}
+        return metrics | ({"epoch": schedule.draws / self.epoch_draws} if self.epoch_draws else {})
 
     def kept(self, groups: Sequence[Group]) -> list[bool]:
         """Whether the algorithm keeps each group; all of them in a run without rewards."""
-        if not self.reward_weights:
+        if not self.reward_weights or not groups:
             return [True] * len(groups)
         rewards = rewards_of(groups, self.reward_weights)
         kept: list[bool] = self.algorithm.kept(rewards, self.reward_weights, self._accuracy(groups)).tolist()

@@ -7,7 +7,7 @@ draw.
     begin(step)     the engine has the weights of version `step`, and the step wants its batch
     start()         the groups that start now
     end(number)     a group has ended, and the algorithm keeps it or not
-    take()          the groups that the step trains on; None: it has to wait
+    take()          the groups that the step trains on, and rejected ones; None: it has to wait
 
 With max_staleness 0 a step samples in rounds: the first has as many groups as the step lacks, and the size of a later
 one follows the share kept so far.
@@ -105,10 +105,11 @@ class Schedule:
         else:
             self.rejected.append(number)
 
-    def take(self) -> list[int] | None:
-        """The groups that the step trains on; None while it waits. Fewer than a whole batch after many rejections.
+    def take(self) -> tuple[dict[int, int], list[int]] | None:
+        """The groups that the step trains on, as in `ready`, and those rejected before them; None while it waits.
 
-        Call `start` before, so that groups run unless none may start, and after, since there is more room.
+        Fewer than a whole batch after many rejections. Call `start` before, so that groups run unless none may start,
+        and after, since there is more room.
         """
         needed = self.prompts_per_step if self.max_staleness else math.inf  # a round ends first
         if not self.wanted or (self.running and len(self.ready) < needed):
@@ -117,15 +118,15 @@ class Schedule:
         taken = sorted(self.ready, key=age)[: self.prompts_per_step]  # stable: then in the order in which they ended
         if self.running and not self._may_take(set(taken)):
             return None
-        for number in taken:
-            del self.ready[number]
+        trained = {number: self.ready.pop(number) for number in taken}
         if not self.max_staleness:  # at most a step's worth, which the next step trains on, so none gets older
             fresh = [number for number in sorted(self.ready) if self.ready[number] == self.step]
             self.ready = dict.fromkeys(fresh[: self.prompts_per_step * self.carry], self.step)
         last = max(taken) if self.in_order and len(taken) == self.prompts_per_step else math.inf
+        rejected = [number for number in self.rejected if number <= last]
         self.rejected = [number for number in self.rejected if number > last]
         self.wanted, self.kept = False, 0
-        return taken
+        return trained, rejected
 
     def _may_take(self, taken: set[int]) -> bool:
         """Whether the step may take a whole batch before the others have ended."""

@@ -2,10 +2,10 @@
 
 The main process asks all servers; `Schedule` says which groups start and which groups a step trains on.
 
-    main thread                               a thread for each group   thread "scores"
-    -----------                               -----------------------   ---------------
-    batch(s): begin step s, start groups ---> sample one group each --> score the groups that have arrived,
-              wait, take the step's groups <--------------------------- end them, start others
+    main thread                               a thread for each group
+    -----------                               -----------------------
+    batch(s): begin step s, start groups ---> sample one group
+              wait, take the step's groups <- score all groups that have arrived, start others
     wait_until_idle: without in_flight, before a sync
     state: for a checkpoint
 
@@ -20,9 +20,8 @@ import statistics
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import asdict, astuple, dataclass, field, replace
-from functools import partial, reduce
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -35,8 +34,8 @@ from grpocli.progress import Watch
 from grpocli.rewards.scorer import RewardStats, ScoreStats
 from grpocli.rollout.engine import Listener
 from grpocli.rollout.sampling import derive_seed
-from grpocli.training.collector import RolloutBatch, SampledGroups
-from grpocli.types import Completion, Episode, Group, Prompt, Request, Rollout, Sampling, Status
+from grpocli.training.collector import RolloutBatch, oldest_version
+from grpocli.types import Completion, Episode, Group, Prompt, Request, Rollout, Sampling
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Rollouts
@@ -55,37 +54,6 @@ Draw: TypeAlias = Callable[[int], Prompt]
 """The prompt of a draw, by its number."""
 
 
-def staleness(groups: Sequence[Group], step: int, most: int) -> dict[str, float]:
-    """The ages in weight versions of the tokens that a step trains on, and the share of each age up to `most`."""
-    tokens = Counter(dict.fromkeys(range(most + 1), 0))
-    for done in (rollout.completion for group in groups for rollout in group.rollouts):
-        for version, count in done.spans or [(done.version, len(done.token_ids))]:
-            tokens[step - version] += count
-    mean = sum(age * count for age, count in tokens.items()) / max(1, tokens.total())
-    shares = {f"staleness/{age}": count / max(1, tokens.total()) for age, count in sorted(tokens.items())}
-    return {"staleness/mean": mean, "staleness/max": float(max(+tokens, default=0)), **shares}
-
-
-@dataclass(frozen=True, slots=True)
-class EndedGroup:
-    """A scored group that no step has trained on."""
-
-    group: Group
-    stats: ScoreStats
-    """Of its samples."""
-    kept: bool
-    """By the algorithm."""
-
-    @property
-    def number(self) -> int:
-        return int(self.group.uid)
-
-    @property
-    def version(self) -> int:
-        """The weight version of its oldest token."""
-        return min(rollout.completion.version for rollout in self.group.rollouts)
-
-
 @dataclass(frozen=True, slots=True)
 class RolloutState:
     """The rollouts of a checkpoint."""
@@ -94,20 +62,27 @@ class RolloutState:
     """Prompts drawn so far."""
     running: list[int] = field(default_factory=list)
     """The numbers of groups that are being sampled or scored; a resume asks for them again."""
-    ended: list[EndedGroup] = field(default_factory=list)
-    """In the order in which they ended."""
+    ended: list[Group] = field(default_factory=list)
+    """Scored groups that no step has trained on, in the order in which they ended."""
+    stats: ScoreStats = field(default_factory=ScoreStats)
+    """Counts that no step has in its metrics."""
     sampling: Sampling | None = None
     """With which the ended groups were sampled."""
 
     def save(self, folder: Path) -> None:
-        """Write tensors and plain values, which are read with `weights_only=True`.
+        """Write plain values, which are read with `weights_only=True`.
 
         A prompt's text and columns are left out: its draw number, the uid, restores them.
         """
         if self.running or self.ended:
-            ended = [(_plain(one.group), _plain_stats(one.stats), one.kept) for one in self.ended]
-            sampling = asdict(self.sampling) if self.sampling else None
-            torch.save({"sampling": sampling, "running": self.running, "ended": ended}, folder / STREAM_FILE)
+            counts = [(pair, asdict(one)) for pair, one in self.stats.rewards.items()]
+            saved = {
+                "sampling": asdict(self.sampling) if self.sampling else None,
+                "running": self.running,
+                "ended": [_plain(group) for group in self.ended],
+                "stats": (dict(self.stats.samples), self.stats.seconds, counts),
+            }
+            torch.save(saved, folder / STREAM_FILE)
 
     @classmethod
     def load(
@@ -124,15 +99,16 @@ class RolloutState:
             saved = torch.load(folder / STREAM_FILE, weights_only=True)
         except (UnpicklingError, OSError) as error:
             raise RunError(f"{STREAM_FILE} is broken") from error
-        running, ended = saved["running"], list[EndedGroup]()
-        same = saved["sampling"] == asdict(sampling)
-        for one, stats, kept in saved["ended"]:
-            if same and (group := _restored(one, draw, group_size, set(rewards))):
-                ended.append(EndedGroup(group, _restored_stats(stats), kept))
+        running, ended, unfit = saved["running"], list[Group](), list[int]()
+        for one in saved["ended"]:
+            if saved["sampling"] == asdict(sampling) and (group := _restored(one, draw, group_size, {*rewards})):
+                ended.append(group)
             else:
-                running.append(one["draw"])
-        _warn_unfit(len(saved["ended"]) - len(ended), "do not fit the config, which has changed,")
-        return cls(draws, running, ended, sampling)
+                unfit.append(one["draw"])
+        _warn_unfit(len(unfit), "do not fit the config, which has changed,")
+        samples, seconds, counts = saved["stats"]
+        stats = ScoreStats(Counter(samples), seconds, {pair: RewardStats(**one) for pair, one in counts})
+        return cls(draws, [*running, *unfit], ended, stats if ended else ScoreStats(), sampling)
 
 
 class RolloutStream:
@@ -147,33 +123,29 @@ class RolloutStream:
         self.collector, self.world, self.schedule = collector, world, collector.schedule
         self.max_staleness, self.in_flight = rollout.max_staleness, rollout.in_flight
         self._changed = threading.Condition()
-        self._begun = False
-        """Whether a step has wanted a batch."""
         self._failed = False
-        """Whether an error was raised: then nothing waits for running groups."""
-        self._taken: tuple[int, list[EndedGroup] | RolloutState] | None = None
-        """The step that `batch` last served, with its groups or, in rounds, the state before it."""
-        self._prompts: dict[int, Prompt] = {}
-        """Of running groups."""
-        self._arrived: deque[tuple[int, Sequence[Completion]]] = deque()
+        """Whether nothing waits for running groups any more, after an error."""
+        self._before: tuple[int, RolloutState] | None = None
+        """In rounds, the step that began last, with the state before it."""
+        self._batch: tuple[int, RolloutBatch] | None = None
+        """In a stream, the last batch with its step."""
+        self._arrived: deque[tuple[Prompt, Sequence[Completion]]] = deque()
         """Groups to score."""
-        self._ended: dict[int, EndedGroup] = {}
         self._lengths: list[int] = []
         """Tokens of the kept completions that have ended since the last batch."""
-        self._untrained: list[tuple[Status, Group]] = []
-        """Of the last batch."""
-        self._scoring: Future[None] | None = None
         self._error: BaseException | None = None
         """The first one of a thread."""
         self._closing = False
         self.schedule.step = done
-        ready = {one.number: one.version for one in saved.ended if one.kept}
-        rejected = [one.number for one in saved.ended if not one.kept and self.max_staleness]
+        groups = {int(group.uid): group for group in saved.ended}
+        kept = dict(zip(groups, collector.kept(saved.ended), strict=True))
+        ready = {number: oldest_version(group) for number, group in groups.items() if kept[number]}
+        rejected = [number for number in groups if not kept[number] and self.max_staleness]
         if not self.schedule.restore(saved.running, ready, rejected, saved.draws):
             _warn_unfit(len(ready), "are older than rollout.max_staleness allows")
-        self._ended = {one.number: one for one in saved.ended if one.number in {*self.schedule.ready, *rejected}}
-        if not self.max_staleness:
-            collector.leftover = [one.group for one in self._ended.values()]
+        left = {*self.schedule.ready, *rejected}
+        collector.ended = {number: group for number, group in groups.items() if number in left}
+        collector.stats = saved.stats
 
     # The main thread
 
@@ -183,15 +155,13 @@ class RolloutStream:
         sync: brings lost servers back; collective.
         """
         if not self.max_staleness:
-            self._taken = step, self._carried
+            self._before = step, self.state(step)
             return self.collector.collect(step)
-        self._begun = True
-        if self.world.is_main:
-            self._scoring = self._scoring or run_in_thread(partial(self._guard, self._score), "scores")
-            with self._changed:
-                self.schedule.begin(step)
+        with self._changed:
+            self.schedule.begin(step)
         batch = self._agree(lambda: self._take(step), sync)
-        return replace(batch, untrained=self._untrained)
+        self._batch = step, batch
+        return batch
 
     def wait_until_idle(self, sync: Callable[[], None]) -> None:
         """Without `in_flight`, wait until no group runs; before a sync, and before a checkpoint. See `batch`.
@@ -199,54 +169,41 @@ class RolloutStream:
         So no completion mixes weight versions, which version samples a group depends on no clock, and a run that is
         resumed from `state` continues exactly as this one.
         """
-        if self._begun and not self.in_flight and not self._failed:
+        if self._batch and not self.in_flight and not self._failed:
             self._agree(lambda: None if self.schedule.running else True, sync)
-
-    def stop_after(self, step: int) -> None:
-        """Let no group start for a later step: the run ends."""
-        with self._changed:
-            self.schedule.steps = step
 
     def state(self, step: int) -> RolloutState:
         """The groups for `step` and later ones.
 
         If `step` has got its batch but was not trained, because of an error, its groups are among them.
         """
-        taken = self._taken[1] if self._taken and self._taken[0] == step else []
-        if isinstance(taken, RolloutState):
-            return taken
-        if not self.max_staleness:
-            return self._carried
+        if self._before and self._before[0] == step:
+            return self._before[1]
         with self._changed:
             running = [*self.schedule.restarted, *self.schedule.running]
-            ended = [*taken, *self._ended.values()]
-            return RolloutState(self.schedule.draws, running, ended, self.collector.sampling)
+            ended, stats = [*self.collector.ended.values()], self.collector.stats
+            if self._batch and self._batch[0] == step:
+                batch = self._batch[1]
+                ended = [*batch.groups, *(group for _, group in batch.untrained), *ended]
+                stats = batch.stats.add_round(stats)
+            return RolloutState(self.schedule.draws, running, ended, stats, self.collector.sampling)
 
-    @property
-    def _carried(self) -> RolloutState:
-        """The state between two steps that sample in rounds: draws, and surplus groups for the next step."""
-        carried = [EndedGroup(group, ScoreStats(), kept=True) for group in self.collector.leftover]
-        return RolloutState(self.schedule.draws, list(self.schedule.restarted), carried, self.collector.sampling)
-
-    def close(self, wait_for_threads: bool = True) -> None:
-        """End the threads. wait_for_threads: give them GRACE seconds; one that still runs ends with the process."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        if self._scoring and wait_for_threads and wait([self._scoring], GRACE).not_done:
-            logger.warning("rollouts were still being scored %g s after the end of the run", GRACE)
+    def close(self, wait: bool = True) -> None:
+        """Let no thread start or score a group any more. wait: give scoring GRACE seconds to end."""
+        self._closing = True
+        scoring = self.collector.sampler.scoring
+        if wait and self.max_staleness and scoring.acquire(timeout=GRACE):
+            scoring.release()
 
     def _agree(self, work: Callable[[], T | None], sync: Callable[[], None]) -> T:
         """What `work` returns in the main process once it is not None; until then, sync when servers are lost."""
         while True:
             found = self.world.broadcast_object(self._look(work) if self.world.is_main else None)
+            self._failed = isinstance(found, RunError | _Lost)  # where servers are lost, until the sync ends well
             if isinstance(found, RunError):
-                self._failed = True
                 raise self._error or found
             if isinstance(found, _Lost):
-                self._failed = True
                 sync()
-                self._failed = False
             elif found is not None:
                 return found
 
@@ -272,84 +229,49 @@ class RolloutStream:
             return None
 
     def _take(self, step: int) -> RolloutBatch | None:
-        numbers = self.schedule.take()
-        if numbers is None:
+        batch = self.collector.take()
+        if batch is None:
             return None
-        kept = [self._ended[number] for number in numbers]
-        left = {*self.schedule.ready, *self.schedule.rejected}
-        filtered = [one for number, one in sorted(self._ended.items()) if not one.kept and number not in left]
-        for one in (*kept, *filtered):
-            del self._ended[one.number]
-        self._taken = step, [*kept, *filtered]
-        metrics = {"stream/ready": float(len(self.schedule.ready)), "stream/running": float(len(self.schedule.running))}
+        ready, running = len(self.schedule.ready), len(self.schedule.running)
         self._start()
-        every = sorted((*kept, *filtered), key=lambda one: one.number)
-        sampled = SampledGroups(
-            [one.group for one in every],
-            [one.group for one in filtered],
-            reduce(ScoreStats.add_round, (one.stats for one in every), ScoreStats()),
-        )
-        batch = self.collector.end_step([one.group for one in kept], sampled)
+        metrics = {"stream/ready": float(ready), "stream/running": float(running)}
         if (trained := _lengths(batch.groups)) and self._lengths:
             metrics["stream/length_bias"] = statistics.fmean(trained) - statistics.fmean(self._lengths)
         self._lengths = []
-        self._untrained = batch.untrained  # for the main process's rollout file alone
-        return replace(
-            batch, untrained=[], metrics=batch.metrics | metrics | staleness(batch.groups, step, self.max_staleness)
-        )
+        return replace(batch, metrics=batch.metrics | metrics)
 
     def _start(self) -> None:
         """Start the groups that the schedule wants. Needs `_changed`."""
         for number in [] if self._closing else self.schedule.start():
-            self._prompts[number] = self.collector.draw(number)
-            run_in_thread(partial(self._guard, partial(self._sample, number)), "rollout")
+            run_in_thread(partial(self._sample, self.collector.draw(number)), "rollout")
 
     # The threads
 
-    def _guard(self, work: Callable[[], None]) -> None:
-        """Do the work of a thread, whose error ends the run."""
+    def _sample(self, prompt: Prompt) -> None:
+        """Sample one group, and score all that have arrived in one call of each reward. An error ends the run.
+
+        The group's episodes, if it has any, run in this thread.
+        """
+        collector, sampler = self.collector, self.collector.sampler
+        request = Request(
+            prompt.token_ids, collector.group_size, derive_seed(collector.seed, int(prompt.uid)), prompt=prompt
+        )
+        listener = Listener(watch=Watch(cancelled=lambda: self._closing))
         try:
-            work()
+            (completions,) = sampler.episodes_here.generate([prompt], [request], collector.sampling, listener)
+            self._arrived.append((prompt, completions))
+            with sampler.scoring:  # meanwhile others arrive
+                arrived = [self._arrived.popleft() for _ in range(0 if self._closing else len(self._arrived))]
+                groups, stats = sampler.score(arrived, collector.sampling.max_tokens)
+            with self._changed:
+                collector.end(groups, stats)
+                kept = [group for group in groups if int(group.uid) in self.schedule.ready]
+                self._lengths += _lengths(kept)
+                self._start()
+                self._changed.notify_all()
         except BaseException as error:  # noqa: BLE001 - the main thread raises it
             with self._changed:
                 self._error = self._error or error
-                self._changed.notify_all()
-
-    def _sample(self, number: int) -> None:
-        """Sample one group. Its episodes, if it has any, run in this thread."""
-        collector, prompt = self.collector, self._prompts[number]
-        request = Request(prompt.token_ids, collector.group_size, derive_seed(collector.seed, number), prompt=prompt)
-        listener = Listener(watch=Watch(cancelled=lambda: self._closing))
-        (completions,) = collector.sampler.episodes_here.generate([prompt], [request], collector.sampling, listener)
-        with self._changed:
-            self._arrived.append((number, completions))
-            self._changed.notify_all()
-
-    def _score(self) -> None:
-        """Score the groups that have arrived, in one call of each reward, and again."""
-        collector = self.collector
-        scorer = collector.sampler.scorer
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._arrived)
-                if self._closing:
-                    return
-                arrived = dict(self._arrived)
-                self._arrived.clear()
-            pairs = [(self._prompts[number], completions) for number, completions in arrived.items()]
-            scored = collector.sampler.score(pairs, collector.sampling.max_tokens)
-            kept = collector.kept([group for group, _ in scored])
-            ended = [EndedGroup(*one, keep) for one, keep in zip(scored, kept, strict=True)]
-            with self._changed:
-                recent = [one.stats for one in (*self._ended.values(), *ended)]
-                stats = reduce(ScoreStats.add_round, recent, ScoreStats())
-                scorer.check_errors(stats, self.schedule.prompts_per_step * collector.group_size)
-                for one in ended:
-                    del self._prompts[one.number]
-                    self._ended[one.number] = one
-                    self.schedule.end(one.number, one.version, one.kept)
-                self._lengths += _lengths([one.group for one in ended if one.kept])
-                self._start()
                 self._changed.notify_all()
 
 
@@ -377,38 +299,19 @@ def _warn_unfit(count: int, what: str) -> None:
         logger.warning("%d groups that were sampled ahead %s and are sampled again", count, what)
 
 
-def _restored(saved: dict[str, Any], draw: Draw, size: int, names: set[str]) -> Group | None:
-    prompt = draw(int(saved["draw"]))
-    rollouts = [_rollout(prompt, r) for r in saved["rollouts"]]
-    same_prompt = prompt.token_ids == saved["prompt_ids"].tolist()
-    fits = same_prompt and len(rollouts) == size and all(set(r.rewards) == names for r in rollouts)
-    return Group(prompt, rollouts) if fits else None
-
-
 def _plain(group: Group) -> dict[str, Any]:
-    rollouts = [asdict(r.completion) | {"text": r.text, "rewards": r.rewards} for r in group.rollouts]
-    for rollout in rollouts:
-        rollout["token_ids"] = torch.tensor(rollout["token_ids"], dtype=torch.int32)
-        rollout["logprobs"] = torch.tensor(rollout["logprobs"], dtype=torch.float64)
-    return {
-        "draw": int(group.uid),
-        "prompt_ids": torch.tensor(group.prompt.token_ids, dtype=torch.int32),
-        "rollouts": rollouts,
-    }
+    rollouts = [(asdict(one.completion), one.text, one.rewards) for one in group.rollouts]
+    return {"draw": int(group.uid), "prompt_ids": group.prompt.token_ids, "rollouts": rollouts}
 
 
-def _rollout(prompt: Prompt, saved: dict[str, Any]) -> Rollout:
-    ids, logp = saved.pop("token_ids"), saved.pop("logprobs")
-    text, rewards, episode = saved.pop("text"), saved.pop("rewards"), saved.pop("episode")
-    done = Completion(ids.tolist(), logp.tolist(), **saved, episode=Episode(**episode) if episode else None)
-    return Rollout(prompt, done, text, rewards)
+def _restored(saved: dict[str, Any], draw: Draw, size: int, names: set[str]) -> Group | None:
+    """The group; None if it does not fit the config."""
+    prompt = draw(saved["draw"])
+    rollouts = [_rollout(prompt, *one) for one in saved["rollouts"]]
+    fits = prompt.token_ids == saved["prompt_ids"] and len(rollouts) == size
+    return Group(prompt, rollouts) if fits and all({*one.rewards} == names for one in rollouts) else None
 
 
-def _plain_stats(stats: ScoreStats) -> tuple[dict[str, int], float, list[tuple[str, str, tuple[Any, ...]]]]:
-    rewards = [(*pair, astuple(counts)) for pair, counts in stats.rewards.items()]
-    return dict(stats.samples), stats.seconds, rewards
-
-
-def _restored_stats(saved: tuple[Any, ...]) -> ScoreStats:
-    samples, seconds, rewards = saved
-    return ScoreStats(Counter(samples), seconds, {(name, task): RewardStats(*one) for name, task, one in rewards})
+def _rollout(prompt: Prompt, done: dict[str, Any], text: str, rewards: dict[str, float]) -> Rollout:
+    episode = done.pop("episode")
+    return Rollout(prompt, Completion(**done, episode=Episode(**episode) if episode else None), text, rewards)

@@ -227,7 +227,7 @@ class Trainer:
         """Make the final evaluation and the last checkpoint; return the evaluation."""
         if self.state.step < self.run.train.steps:
             self.recorder.ends_early(self.run.eval.stop_at.reason(self.last_evaluation), self.state.step)
-            self.stream.stop_after(self.state.step)
+            self.collector.schedule.steps = self.state.step  # no group starts for a later step
         results = self.evaluate()
         if not (self.state.step and self.due(self.run.checkpoint.every)):
             self.checkpoint()
@@ -268,7 +268,7 @@ class Trainer:
             closing.callback(self.collector.sampler.scorer.close)
             closing.callback(self.collector.sampler.episodes.close)
             closing.callback(self.engine.close)
-            closing.callback(self.stream.close, wait_for_threads=not interrupted)
+            closing.callback(self.stream.close, wait=not interrupted)
 
     # Steps and time
 

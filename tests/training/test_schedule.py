@@ -39,14 +39,15 @@ class Driven:
                 schedule.start()
                 most = (schedule.max_staleness + 1) * schedule.prompts_per_step
                 assert len(schedule.running) + len(schedule.ready) <= most
-                before = dict(schedule.ready)
-                if (taken := schedule.take()) is not None:
+                if (found := schedule.take()) is not None:
                     break
                 assert schedule.running, "nothing runs, and the step waits"
                 self._end(chance)
-            self.ages += [step - before[number] for number in taken]
-            self.versions |= {number: before[number] for number in taken}
-            self.batches.append(taken)
+            taken, rejected = found
+            self.ages += [step - version for version in taken.values()]
+            self.versions |= taken
+            self.batches.append([*taken])
+            self.rejected += rejected
             schedule.start()
             for _ in range(chance.randrange(len(schedule.running) + 1)):  # while the step trains
                 self._end(chance)
@@ -57,8 +58,6 @@ class Driven:
         number = chance.choice(sorted(self.schedule.running))
         kept = random.Random(number).random() < self.kept
         self.schedule.end(number, self.schedule.running[number], kept)
-        if not kept:
-            self.rejected.append(number)
 
     @property
     def trained(self) -> list[int]:
@@ -78,9 +77,7 @@ def test_no_group_is_too_old_or_lost_or_trained_twice(
     done = driven(prompts, staleness, 12, kept=kept, seed=seed, in_order=in_order, in_flight=in_flight)
     assert {len(batch) for batch in done.batches} == {prompts}
     assert max(done.ages) <= staleness
-    assert sorted([*done.trained, *done.rejected, *done.schedule.running, *done.schedule.ready]) == list(
-        range(done.schedule.draws)
-    )
+    assert sorted([*done.trained, *done.rejected, *done.schedule.rejected]) == list(range(done.schedule.draws))
     assert not done.schedule.running | done.schedule.ready, "nothing is sampled for steps after the last"
 
 
@@ -90,13 +87,13 @@ def test_a_slow_group_does_not_hold_up_the_next_batches() -> None:
     assert schedule.start() == [0, 1, 2, 3, 4, 5]
     for number in (1, 2, 3):
         schedule.end(number, 1, kept=True)
-    assert schedule.take() == [1, 2], "those that ended first"
+    assert schedule.take() == ({1: 1, 2: 1}, []), "those that ended first"
     assert schedule.start() == [], "a batch trains, so as many groups as two later steps need have started"
     schedule.begin(2)
     assert schedule.start() == [6, 7]
     for number in (4, 6):
         schedule.end(number, schedule.running[number], kept=True)
-    assert schedule.take() == [3, 4]
+    assert schedule.take() == ({3: 1, 4: 1}, [])
     schedule.begin(3)
     schedule.start()
     schedule.end(7, 2, kept=True)
@@ -104,7 +101,7 @@ def test_a_slow_group_does_not_hold_up_the_next_batches() -> None:
     schedule.end(5, 1, kept=True)
     assert schedule.take() is None
     schedule.end(0, 1, kept=True)
-    assert schedule.take() == [5, 0]
+    assert schedule.take() == ({5: 1, 0: 1}, [])
 
 
 @pytest.mark.parametrize(("kept", "rounds"), [(1.0, 1), (0.4, 99), (0.5, 1), (0.1, 2), (0.0, 2)])
