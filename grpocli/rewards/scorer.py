@@ -36,8 +36,6 @@ BATCH = 256
 class RewardStats:
     """Counts of one reward over the samples of one task."""
 
-    timed: bool = False
-    """Whether the reward has a time limit for each sample."""
     errors: int = 0
     """Samples that could not be scored."""
     unreachable: int = 0
@@ -53,7 +51,7 @@ class RewardStats:
 
     def __add__(self, later: RewardStats) -> RewardStats:
         pairs = zip(astuple(self), astuple(later), strict=True)
-        summed: list[Any] = [a or b if isinstance(a, str | bool) else a + b for a, b in pairs]
+        summed: list[Any] = [a or b if isinstance(a, str) else a + b for a, b in pairs]
         return RewardStats(*summed)
 
 
@@ -92,16 +90,6 @@ class ScoreStats:
     def errors_of(self, task: str) -> int:
         """The number of missing scores of a task's samples."""
         return sum(stats.errors for (_, of_task), stats in self.rewards.items() if of_task == task)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        found = {"time/reward": self.seconds}
-        for name, _ in self.rewards:
-            stats = self.of_tasks(name, self.samples)
-            found[f"rewards/{name}/errors"] = float(stats.errors)
-            if stats.timed:
-                found[f"rewards/{name}/timeouts"] = float(stats.timeouts)
-        return found
 
 
 @dataclass(slots=True)
@@ -212,7 +200,6 @@ class Scorer:
         failed = [_sentence(sample, score.reason) for sample, score in scores if isinstance(score, Failure)]
         late = [_sentence(sample, score.reason) for sample, score in scores if isinstance(score, Forfeit)]
         return RewardStats(
-            timed=self.rewards[name].scores_independently,
             errors=len(failed),
             unreachable=sum(isinstance(score, Unreachable) for _, score in scores),
             timeouts=len(late),
@@ -235,6 +222,18 @@ class Scorer:
                 limit = f"more than rollout.max_reward_errors={self.max_errors:g} allows"
                 count = f"could not score {found.errors} of {total} samples"
                 raise kind(f"reward.{name} ({reward.label}) {count}, {limit}: {found.first_error}")
+
+    def metrics(self, stats: ScoreStats, names: Collection[str]) -> dict[str, float]:
+        """The time of scoring, and the errors of these rewards; timeouts too, if the reward limits a sample's time."""
+        found = {"time/reward": stats.seconds}
+        for name, reward in self.rewards.items():
+            if name not in names:
+                continue
+            counts = stats.of_tasks(name, stats.samples)
+            found[f"rewards/{name}/errors"] = float(counts.errors)
+            if reward.scores_independently:
+                found[f"rewards/{name}/timeouts"] = float(counts.timeouts)
+        return found
 
     def warnings(self, stats: ScoreStats) -> dict[str, str]:
         """Warnings as sentences; a repeated cause has the same key.

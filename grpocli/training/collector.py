@@ -347,7 +347,8 @@ class Collector:
         groups = sampled or trained  # a step may need no more than the leftover groups
         rewards = rewards_of(groups, self.reward_weights)
         scores_PG = self.algorithm.scores(rewards, self.reward_weights) if rewards else None
-        metrics |= stats.metrics | rollout_metrics(groups, rewards, scores_PG)
+        metrics |= self.sampler.scorer.metrics(stats, self.reward_weights.keys())
+        metrics |= rollout_metrics(groups, rewards, scores_PG)
         if scores_PG is not None and len(self.accuracy_rewards) > 1:
             metrics |= task_metrics(groups, rewards, scores_PG, self.accuracy_rewards)
             metrics |= {f"task/{task}/errors": float(stats.errors_of(task)) for task in self.accuracy_rewards}
