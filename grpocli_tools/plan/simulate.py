@@ -57,14 +57,14 @@ class LogNormal:
 class Observed:
     """The tokens of another run's completions, drawn with replacement."""
 
-    values: tuple[int, ...]
+    values: NDArray[np.int64]
 
     def draw(self, random: np.random.Generator, count: int) -> NDArray[np.int64]:
-        return random.choice(np.asarray(self.values, dtype=np.int64), count)
+        return random.choice(self.values, count)
 
     @property
     def mean(self) -> float:
-        return float(np.mean(self.values))
+        return float(self.values.mean())
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,8 +189,8 @@ def lengths_of(run: Run, text: str | None) -> tuple[LogNormal | Observed, str]:
     """The lengths of completions that --lengths names, and a sentence about them. Raises ConfigError."""
     longest = run.rollout.max_completion_tokens
     if text and Path(text).is_dir():
-        values = tuple(min(n, longest) for n in completion_lengths(SavedRun(Path(text))))
-        return Observed(values), f"{len(values):,} completions of {text}, mean {np.mean(values):,.0f} tokens"
+        seen = Observed(np.minimum(completion_lengths(SavedRun(Path(text))), longest))
+        return seen, f"{len(seen.values):,} completions of {text}, mean {seen.mean:,.0f} tokens"
     mean, spread, assumed = SHARE * longest, SPREAD, " (assumed; --lengths)"
     if text is not None:
         assumed, (first, comma, second) = "", text.partition(",")
