@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,13 +159,14 @@ def _load(
     model: PreTrainedModel | None,
 ) -> tuple[checkpoint.State, RolloutState, Updater]:
     """The state, rollouts, models and optimizer of a checkpoint, or of a new run."""
-    state, saved = checkpoint.State(run=SavedRun(recorder.run_dir.path).id), RolloutState(0)
+    rollout, rewards = run.rollout, [] if run.algorithm.supervised else sorted(run.reward)
+    settings = {"group_size": rollout.group_size, "rewards": rewards, "max_staleness": rollout.max_staleness}
+    settings["sampling"] = asdict(rollout.sampling)
+    state, saved = checkpoint.State(run=SavedRun(recorder.run_dir.path).id), RolloutState(0, settings)
     with restoring(path):
         if path:
-            rewards = [] if run.algorithm.supervised else list(run.reward)
             state = checkpoint.load_state(path)
-            fits = (run.rollout.group_size, rewards, run.rollout.sampling)
-            saved = RolloutState.load(path, state.draws, data.draw, *fits)
+            saved = RolloutState.load(path, state.draws, settings, data.draw)
         updater = load_updater(run, job, world, path, state, recorder.progress_of("train"), model)
     recorder.seconds_before = state.seconds
     for note in choose_layout(run, world, updater.policy, updater.reference):

@@ -129,28 +129,16 @@ class Schedule:
         return trained, rejected
 
     def _may_take(self, taken: set[int]) -> bool:
-        """Whether the step may take a whole batch before the others have ended."""
+        """Whether the step may take a whole batch before the others have ended, since none of them gets too old."""
         if self.in_order and min(self.running) < max(taken):
             return False
         left = [version for number, version in self.ready.items() if number not in taken]
-        return self._in_time([*left, *self.running.values()], self.step)
-
-    def _in_time(self, versions: Iterable[int], step: int) -> bool:
-        """Whether groups of these versions can all train after `step` without one that is older than allowed."""
-        ages = [step - version for version in versions]
+        ages = [self.step - version for version in (*left, *self.running.values())]
         # after a steps, those that are now older than max_staleness - a have to be trained
         steps = range(min(self.max_staleness, len(ages)))
         return all(sum(age >= self.max_staleness - a for age in ages) <= a * self.prompts_per_step for a in steps)
 
-    def restore(self, running: Iterable[int], ready: Mapping[int, int], rejected: Iterable[int], draws: int) -> bool:
-        """Continue after a checkpoint that was saved after step `self.step`.
-
-        Returns False, and asks for all groups again, if the ready ones are too old for a lower max_staleness.
-        """
-        if self.max_staleness:
-            in_time = self._in_time(ready.values(), self.step)
-        else:
-            in_time = all(self.carry and version == self.step for version in ready.values())
-        self.draws, self.ready = draws, dict(ready) if in_time else {}
-        self.restarted, self.rejected = sorted([*running, *(() if in_time else ready)]), list(rejected)
-        return in_time
+    def restore(self, running: Iterable[int], ready: Mapping[int, int], rejected: Iterable[int], draws: int) -> None:
+        """Continue after a checkpoint that was saved after step `self.step`; running groups start again."""
+        self.draws, self.ready, self.rejected = draws, dict(ready), list(rejected)
+        self.restarted = sorted(running)

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -35,7 +35,7 @@ from grpocli.rewards.scorer import RewardStats, ScoreStats
 from grpocli.rollout.engine import Listener
 from grpocli.rollout.sampling import derive_seed
 from grpocli.training.collector import RolloutBatch, oldest_version
-from grpocli.types import Completion, Episode, Group, Prompt, Request, Rollout, Sampling
+from grpocli.types import Completion, Episode, Group, Prompt, Request, Rollout
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Rollouts
@@ -50,9 +50,6 @@ STREAM_FILE = "stream.pt"
 POLL_SECONDS = 0.5
 """The longest time until the main process tells the others that it still waits, or that servers are lost."""
 
-Draw: TypeAlias = Callable[[int], Prompt]
-"""The prompt of a draw, by its number."""
-
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
@@ -60,14 +57,14 @@ class RolloutState:
 
     draws: int
     """Prompts drawn so far."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What the ended groups depend on. A resume that changes it samples them again."""
     running: list[int] = field(default_factory=list)
     """The numbers of groups that are being sampled or scored; a resume asks for them again."""
     ended: list[Group] = field(default_factory=list)
     """Scored groups that no step has trained on, in the order in which they ended."""
     stats: ScoreStats = field(default_factory=ScoreStats)
     """Counts that no step has in its metrics."""
-    sampling: Sampling | None = None
-    """With which the ended groups were sampled."""
 
     def save(self, folder: Path) -> None:
         """Write plain values, which are read with `weights_only=True`.
@@ -77,7 +74,7 @@ class RolloutState:
         if self.running or self.ended:
             counts = [(pair, asdict(one)) for pair, one in self.stats.rewards.items()]
             saved = {
-                "sampling": asdict(self.sampling) if self.sampling else None,
+                "settings": self.settings,
                 "running": self.running,
                 "ended": [_plain(group) for group in self.ended],
                 "stats": (dict(self.stats.samples), self.stats.seconds, counts),
@@ -85,30 +82,31 @@ class RolloutState:
             torch.save(saved, folder / STREAM_FILE)
 
     @classmethod
-    def load(
-        cls, folder: Path, draws: int, draw: Draw, group_size: int, rewards: Sequence[str], sampling: Sampling
-    ) -> RolloutState:
-        """The saved state, equal to the bit.
+    def load(cls, folder: Path, draws: int, settings: dict[str, Any], draw: Callable[[int], Prompt]) -> RolloutState:
+        """The saved state, equal to the bit. draw: the prompt of a draw number.
 
-        Groups that do not fit a config changed by a resume (seed, task, group size, rewards, sampling) are sampled
-        again, with a warning in the log. Raises RunError for a broken file.
+        If settings or prompts have changed, it asks again for all groups, with a warning in the log. Raises RunError
+        for a broken file.
         """
         if not (folder / STREAM_FILE).is_file():
-            return cls(draws, sampling=sampling)
+            return cls(draws, settings)
         try:
             saved = torch.load(folder / STREAM_FILE, weights_only=True)
         except (UnpicklingError, OSError) as error:
             raise RunError(f"{STREAM_FILE} is broken") from error
-        running, ended, unfit = saved["running"], list[Group](), list[int]()
-        for one in saved["ended"]:
-            if saved["sampling"] == asdict(sampling) and (group := _restored(one, draw, group_size, {*rewards})):
-                ended.append(group)
-            else:
-                unfit.append(one["draw"])
-        _warn_unfit(len(unfit), "do not fit the config, which has changed,")
+        numbers = [one["draw"] for one in saved["ended"]]
+        prompts = [draw(number) for number in numbers]
+        same = [prompt.token_ids == one["prompt_ids"] for prompt, one in zip(prompts, saved["ended"], strict=True)]
+        if not (saved["settings"] == settings and all(same)):
+            logger.warning("%d groups that do not fit the config, which has changed, are sampled again", len(numbers))
+            return cls(draws, settings, [*saved["running"], *numbers])
+        ended = [
+            Group(prompt, [_rollout(prompt, *rollout) for rollout in one["rollouts"]])
+            for prompt, one in zip(prompts, saved["ended"], strict=True)
+        ]
         samples, seconds, counts = saved["stats"]
         stats = ScoreStats(Counter(samples), seconds, {pair: RewardStats(**one) for pair, one in counts})
-        return cls(draws, [*running, *unfit], ended, stats if ended else ScoreStats(), sampling)
+        return cls(draws, settings, saved["running"], ended, stats)
 
 
 class RolloutStream:
@@ -136,15 +134,11 @@ class RolloutStream:
         self._error: BaseException | None = None
         """The first one of a thread."""
         self._closing = False
-        self.schedule.step = done
-        groups = {int(group.uid): group for group in saved.ended}
-        kept = dict(zip(groups, collector.kept(saved.ended), strict=True))
-        ready = {number: oldest_version(group) for number, group in groups.items() if kept[number]}
-        rejected = [number for number in groups if not kept[number] and self.max_staleness]
-        if not self.schedule.restore(saved.running, ready, rejected, saved.draws):
-            _warn_unfit(len(ready), "are older than rollout.max_staleness allows")
-        left = {*self.schedule.ready, *rejected}
-        collector.ended = {number: group for number, group in groups.items() if number in left}
+        self._settings, self.schedule.step = saved.settings, done
+        collector.ended = {int(group.uid): group for group in saved.ended}
+        kept = dict(zip(collector.ended, collector.kept(saved.ended), strict=True))
+        ready = {number: oldest_version(group) for number, group in collector.ended.items() if kept[number]}
+        self.schedule.restore(saved.running, ready, [number for number in kept if not kept[number]], saved.draws)
         collector.stats = saved.stats
 
     # The main thread
@@ -186,7 +180,7 @@ class RolloutStream:
                 batch = self._batch[1]
                 ended = [*batch.groups, *(group for _, group in batch.untrained), *ended]
                 stats = batch.stats.add_round(stats)
-            return RolloutState(self.schedule.draws, running, ended, stats, self.collector.sampling)
+            return RolloutState(self.schedule.draws, self._settings, running, ended, stats)
 
     def close(self, wait: bool = True) -> None:
         """Let no thread start or score a group any more. wait: give scoring GRACE seconds to end."""
@@ -294,22 +288,9 @@ def _lengths(groups: Sequence[Group]) -> list[int]:
 # A saved state
 
 
-def _warn_unfit(count: int, what: str) -> None:
-    if count:
-        logger.warning("%d groups that were sampled ahead %s and are sampled again", count, what)
-
-
 def _plain(group: Group) -> dict[str, Any]:
     rollouts = [(asdict(one.completion), one.text, one.rewards) for one in group.rollouts]
     return {"draw": int(group.uid), "prompt_ids": group.prompt.token_ids, "rollouts": rollouts}
-
-
-def _restored(saved: dict[str, Any], draw: Draw, size: int, names: set[str]) -> Group | None:
-    """The group; None if it does not fit the config."""
-    prompt = draw(saved["draw"])
-    rollouts = [_rollout(prompt, *one) for one in saved["rollouts"]]
-    fits = prompt.token_ids == saved["prompt_ids"] and len(rollouts) == size
-    return Group(prompt, rollouts) if fits and all({*one.rewards} == names for one in rollouts) else None
 
 
 def _rollout(prompt: Prompt, done: dict[str, Any], text: str, rewards: dict[str, float]) -> Rollout:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -25,7 +25,6 @@ from grpocli.tasks.prompt_source import PromptSource, rewards_for
 from grpocli.training.build_trainer import make_collector
 from grpocli.training.checkpoint import checkpoints
 from grpocli.training.collector import Collector, RolloutBatch, Sampler
-from grpocli.training.stream import Draw
 from grpocli.types import Completion, Group, Prompt, Request, ReusableKV, Sampling, Status
 
 if TYPE_CHECKING:
@@ -240,7 +239,7 @@ class RolloutSource:
     skipped: Mapping[str, str]
     """{reward: why it is not called again}."""
     environments: Mapping[str, EnvironmentConfig]
-    draw: Draw | None
+    draw: Callable[[int], Prompt] | None
     """The prompt of a draw number; None without the data."""
     no_prompts: str
     """Why prompts are not drawn again."""

@@ -126,17 +126,9 @@ def test_a_restored_run_goes_on_with_every_group(shape: tuple[int, int], seed: i
     first = Driven(Schedule(prompts, staleness, 12, 10**6), 0.6, seed).run(1, done)
     saved = first.schedule
     second = Schedule(prompts, staleness, 12, 10**6, step=done)
-    assert second.restore(saved.running, saved.ready, saved.rejected, saved.draws)
+    second.restore(saved.running, saved.ready, saved.rejected, saved.draws)
     assert second.rejected == saved.rejected
     rest = Driven(second, 0.6, seed + 1).run(done + 1, 12)
     assert max(first.ages + rest.ages) <= staleness
     every = [*first.trained, *first.rejected, *rest.trained, *rest.rejected]
     assert sorted(every) == list(range(second.draws))
-
-
-def test_groups_too_old_for_a_lower_staleness_start_again() -> None:
-    saved = Schedule(2, 1, 9, step=4)
-    assert not saved.restore([9], {7: 2, 8: 4}, [], 10)
-    saved.begin(5)
-    assert saved.start() == [7, 8, 9, 10]
-    assert saved.running == dict.fromkeys([7, 8, 9, 10], 5)

@@ -7,18 +7,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from training.scripted import FLAT, IDS, MIXED, Scripted, collector_of, prompt
+from training.scripted import FLAT, MIXED, Scripted, collector_of, prompt
 
 from grpocli.errors import EngineError, EngineGone, RewardError
 from grpocli.rewards.scorer import RewardStats, ScoreStats
 from grpocli.training.collector import RolloutBatch
 from grpocli.training.stream import RolloutState, RolloutStream
-from grpocli.types import Completion, Group, Prompt, Request, Rollout, Sampling
+from grpocli.types import Completion, Group, Prompt, Request, Rollout
 
 WAIT = 20.0  # seconds, far more than anything here takes
 
@@ -288,7 +289,7 @@ def test_a_checkpoint_has_what_has_ended_and_asks_again_for_the_rest(tmp_path: P
     assert (untrained.stats.samples.total(), trained.stats.samples.total()) == (6, 2)
     assert untrained.running == trained.running == [1, 3, 5]
     trained.save(tmp_path)
-    loaded = RolloutState.load(tmp_path, trained.draws, prompt, 2, ["r"], Sampling(len(IDS)))
+    loaded = RolloutState.load(tmp_path, trained.draws, {}, prompt)
     assert repr(loaded) == repr(trained)
     again = ScriptedStream(at_once=True)
     with streaming(again, staleness=2, done=1, saved=loaded, order="request") as stream:
@@ -303,21 +304,21 @@ def test_what_does_not_fit_a_changed_config_is_sampled_again(tmp_path: Path, cap
         Group(prompt(n), [Rollout(prompt(n), done, "t", {"r": r}) for r in rewards])
         for n, rewards in ((4, MIXED), (6, FLAT))
     ]
-    RolloutState(8, [5], ended, stats, Sampling(6)).save(tmp_path)
+    settings = {"group_size": 2, "max_staleness": 1, "sampling": {"max_tokens": 6, "stop": ("a",)}}
+    saved = RolloutState(8, settings, [5], ended, stats)
+    saved.save(tmp_path)
 
-    def load(size: int = 2, rewards: tuple[str, ...] = ("r",), draw: Any = prompt, **sampling: Any) -> RolloutState:
-        return RolloutState.load(tmp_path, 8, draw, size, rewards, Sampling(6, **sampling))
+    def load(draw: Any = prompt, **changed: Any) -> RolloutState:
+        return RolloutState.load(tmp_path, 8, settings | changed, draw)
 
-    assert repr(load()) == repr(RolloutState(8, [5], ended, stats, Sampling(6)))
+    assert repr(load()) == repr(saved)
     assert caplog.text == ""
-    nothing = RolloutState(8, [5, 4, 6], sampling=Sampling(6))
-    assert load(size=3) == load(rewards=("r", "format")) == load(draw=lambda n: Prompt(str(n), [2], "p")) == nothing
-    assert load(temperature=0.5).running == [5, 4, 6]
-    assert "2 groups that were sampled ahead do not fit the config" in caplog.text
+    for again in (load(max_staleness=2), load(draw=lambda n: Prompt(str(n), [2], "p"))):
+        assert replace(again, settings=settings) == RolloutState(8, settings, [5, 4, 6])
+    assert "2 groups that do not fit the config" in caplog.text
     sampler = ScriptedStream(at_once=True)
     dapo = ("algorithm=dapo", "algorithm.keep.surplus=discard")
     with streaming(sampler, *dapo, done=7, saved=load(), order="request") as stream:
-        assert "older than rollout.max_staleness" in caplog.text
         batches = [stream.batch(step, never) for step in (8, 9)]
     assert {4, 5} <= {uid for batch in batches for uid in uids(batch)}
     assert [group.uid for batch in batches for _, group in batch.untrained] == ["6"]
