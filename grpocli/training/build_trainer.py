@@ -91,7 +91,7 @@ def build_trainer(
     engine = run.engine.resolved().connect(context)
     scorer = Scorer(run.reward, run.rollout.max_reward_errors, data.rewards)
     sampler = Sampler(world, engine, data.tokenizer, scorer, data.environments)
-    sampler.episodes.check()
+    sampler.episodes().check()
     kind = TargetSampler if run.algorithm.supervised else Sampler
     source = kind(world, engine, data.tokenizer, scorer, data.environments, sampler.scoring)
     watch = Watch(recorder.progress_of("rollout"))
@@ -271,7 +271,6 @@ def make_collector(run: Run, sampler: Sampler, draw: Callable[[int], Prompt], wa
         group_size=run.rollout.group_size,
         sampling=run.rollout.sampling,
         seed=run.seed,
-        keeps_untrained=sampler.world.is_main,
         watch=watch,
     )
 

@@ -54,7 +54,7 @@ def lengths_of(groups: Sequence[Group], algorithm: Algorithm) -> Tensor:
 
 @dataclass(slots=True)
 class Sampler:
-    """Generates, decodes and scores completions, spread over the processes. Two threads may use it at once."""
+    """Generates, decodes and scores completions, spread over the processes. Several threads may use it at once."""
 
     world: World
     engine: Engine
@@ -82,7 +82,7 @@ class Sampler:
         with StreamingScorer(self.scorer, sampling.max_tokens, rollouts_of, self.scoring) as streaming:
             whole = watch.part(0, len(prompts) * n, len(prompts) / max(1, len(mine)))
             listener = Listener(streaming.add, whole)
-            sampled = self.episodes.generate([prompts[i] for i in mine], requests, sampling, listener)
+            sampled = self.episodes().generate([prompts[i] for i in mine], requests, sampling, listener)
             if watch.cancellable and self.world.any(watch.cancelled()):
                 raise Cancelled
             start = time.perf_counter()
@@ -104,19 +104,13 @@ class Sampler:
         rest = iter(scored)
         return [Group(prompt, [next(rest) for _ in whole]) for prompt, whole in arrived], stats
 
-    @property
-    def episodes(self) -> MultiTurnEngine:
-        """The engine, for completions of several turns."""
-        return MultiTurnEngine(self.engine.generate, self.tokenizer, self.environments, self.world.any)
-
-    @property
-    def episodes_here(self) -> MultiTurnEngine:
-        """The same, for requests of this process alone."""
-        return MultiTurnEngine(self.engine.sample, self.tokenizer, self.environments, bool)
+    def episodes(self, here: bool = False) -> MultiTurnEngine:
+        """The engine, for completions of several turns. here: for requests of this process alone."""
+        complete, any_process = (self.engine.sample, bool) if here else (self.engine.generate, self.world.any)
+        return MultiTurnEngine(complete, self.tokenizer, self.environments, any_process)
 
     def _text(self, token_ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 class TargetSampler(Sampler):
@@ -151,7 +145,6 @@ class RolloutBatch:
     """Groups that the step does not train on, with the reason, for the rollout file; in the main process only."""
     leftover_uids: frozenset[str] = frozenset()
     """Uids of the groups carried over from the previous step."""
-    stats: ScoreStats = field(default_factory=ScoreStats)
 
 
 def oldest_version(group: Group) -> int:
@@ -248,13 +241,11 @@ class Collector:
     sampling: Sampling
     seed: int
     ended: dict[int, Group] = field(default_factory=dict)
-    """Scored groups that no step has taken, by number. In rounds those of `algorithm.keep.surplus=carry`."""
+    """Scored groups that no step has taken, by number. Between rounds, what `algorithm.keep.surplus=carry` keeps."""
     stats: ScoreStats = field(default_factory=ScoreStats)
     """Counts of what was scored since the last batch."""
     accuracy_rewards: Mapping[str, str] = field(default_factory=dict)
     """The name of each task's accuracy reward."""
-    keeps_untrained: bool = True
-    """Whether `RolloutBatch.untrained` is filled, with at most MAX_REFILL x `max_rounds` steps' worth of groups."""
     watch: Watch = UNWATCHED
     """Gets the progress of a step's sampling."""
     epoch_draws: int | None = None
@@ -262,22 +253,18 @@ class Collector:
 
     def collect(self, step: int) -> RolloutBatch:
         """Sample until the algorithm has kept `prompts_per_step` groups, or its rounds are used up. Collective."""
-        carried = {*self.ended}
-        self.schedule.begin(step)
-        numbers = self.schedule.start()
-        while (batch := self.take(carried)) is None:
-            self._sample_round(numbers)
-            numbers = self.schedule.start()
+        schedule, carried = self.schedule, {*self.ended}
+        schedule.begin(step)
+        while numbers := schedule.start():
+            watch = self.watch
+            if schedule.rounds > 1:
+                kept = f"{len(schedule.ready)} of {schedule.prompts_per_step} groups kept"
+                watch = watch.detailed(f"round {schedule.rounds}, {kept}")
+            prompts, seeds = [self.draw(n) for n in numbers], [derive_seed(self.seed, n) for n in numbers]
+            self.end(*self.sampler.generate_and_score(prompts, seeds, self.group_size, self.sampling, watch))
+        batch = self.take(carried)
+        assert batch, "no group runs"
         return batch
-
-    def _sample_round(self, numbers: Sequence[int]) -> None:
-        """Sample and score the groups of a round."""
-        schedule, watch = self.schedule, self.watch
-        if schedule.rounds > 1:
-            kept = f"{len(schedule.ready)} of {schedule.prompts_per_step} groups kept"
-            watch = watch.detailed(f"round {schedule.rounds}, {kept}")
-        prompts, seeds = [self.draw(n) for n in numbers], [derive_seed(self.seed, n) for n in numbers]
-        self.end(*self.sampler.generate_and_score(prompts, seeds, self.group_size, self.sampling, watch))
 
     def end(self, groups: Sequence[Group], stats: ScoreStats) -> None:
         """Take in running groups that are scored. Raises RewardError if too many samples failed."""
@@ -288,7 +275,7 @@ class Collector:
             self.schedule.end(int(group.uid), oldest_version(group), kept)
 
     def take(self, carried: Collection[int] = ()) -> RolloutBatch | None:
-        """The batch of a step; None while it has to wait. carried: groups that were sampled for the step before."""
+        """The batch of a step; None while it has to wait. carried: numbers of those of the step before."""
         schedule, keep = self.schedule, self.algorithm.keep
         if (found := schedule.take()) is None:
             return None
@@ -313,9 +300,8 @@ class Collector:
             groups,
             self._metrics(sampled, groups, stats, len(rejected), len(carried)) | tools,
             {**self.sampler.scorer.warnings(stats), **tool_warnings},
-            untrained if self.keeps_untrained else [],
+            untrained if self.sampler.world.is_main else [],
             frozenset(map(str, carried)),
-            stats,
         )
 
     def advantages(self, groups: Sequence[Group]) -> Tensor:
@@ -359,8 +345,7 @@ class Collector:
         if not self.reward_weights or not groups:
             return [True] * len(groups)
         rewards = rewards_of(groups, self.reward_weights)
-        kept: list[bool] = self.algorithm.kept(rewards, self.reward_weights, self._accuracy(groups)).tolist()
-        return kept
+        return list(self.algorithm.kept(rewards, self.reward_weights, self._accuracy(groups)).tolist())
 
     def _accuracy(self, groups: Sequence[Group]) -> list[str] | None:
         """The name of the accuracy reward of each group's task; None: the first reward."""

@@ -4,11 +4,6 @@ It has no clock, no thread and no I/O. `Collector` and `RolloutStream` drive it 
 `plan --simulate` with a simulated clock. A group is the completions of one prompt, and has the number of its prompt's
 draw.
 
-    begin(step)     the engine has the weights of version `step`, and the step wants its batch
-    start()         the groups that start now
-    end(number)     a group has ended, and the algorithm keeps it or not
-    take()          the groups that the step trains on, and rejected ones; None: it has to wait
-
 With max_staleness 0 a step samples in rounds: the first has as many groups as the step lacks, and the size of a later
 one follows the share kept so far.
 
@@ -21,7 +16,6 @@ The rule is that of Tinker's cookbook; AReaL (arXiv 2505.24298) bounds the same 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 MAX_REFILL = 4
@@ -38,7 +32,7 @@ class Schedule:
     steps: int
     """The last step of the run."""
     max_rounds: int = 1
-    """Of a step. A stream replaces as many rejected groups as the later rounds of a step could sample."""
+    """Rounds of a step. A stream replaces as many rejected groups as its later rounds could sample."""
     in_order: bool = False
     """A step takes the groups of a stream in the order of their numbers, so that it depends on no clock."""
     carry: bool = False
@@ -53,10 +47,8 @@ class Schedule:
     """{number: the weight version that a group began with}."""
     ready: dict[int, int] = field(default_factory=dict)
     """{number: the version of the oldest token} of groups to train on, in the order in which they ended."""
-    kept: int = 0
-    """Groups that the algorithm kept since the last batch."""
     rejected: list[int] = field(default_factory=list)
-    """Groups that the algorithm rejected since then; in order, those behind the last one taken."""
+    """Groups rejected since the last batch. With `in_order`, also earlier ones behind the last group taken."""
     rounds: int = 0
     """Of this step."""
     wanted: bool = False
@@ -86,7 +78,8 @@ class Schedule:
         self.rounds += 1
         if self.rounds == 1:
             return missing
-        expected = math.ceil(missing * (self.kept + len(self.rejected)) / max(self.kept, 1))
+        kept = sum(version == self.step for version in self.ready.values())  # the others are of the step before
+        expected = math.ceil(missing * (kept + len(self.rejected)) / max(kept, 1))
         return min(expected, MAX_REFILL * self.prompts_per_step)
 
     def _room(self) -> int:
@@ -101,15 +94,13 @@ class Schedule:
         del self.running[number]
         if kept:
             self.ready[number] = version
-            self.kept += 1
         else:
             self.rejected.append(number)
 
     def take(self) -> tuple[dict[int, int], list[int]] | None:
         """The groups that the step trains on, as in `ready`, and those rejected before them; None while it waits.
 
-        Fewer than a whole batch after many rejections. Call `start` before, so that groups run unless none may start,
-        and after, since there is more room.
+        Fewer than a whole batch after many rejections. Call `start` first: a step waits only while groups run.
         """
         needed = self.prompts_per_step if self.max_staleness else math.inf  # a round ends first
         if not self.wanted or (self.running and len(self.ready) < needed):
@@ -125,7 +116,7 @@ class Schedule:
         last = max(taken) if self.in_order and len(taken) == self.prompts_per_step else math.inf
         rejected = [number for number in self.rejected if number <= last]
         self.rejected = [number for number in self.rejected if number > last]
-        self.wanted, self.kept = False, 0
+        self.wanted = False
         return trained, rejected
 
     def _may_take(self, taken: set[int]) -> bool:
@@ -137,8 +128,3 @@ class Schedule:
         # after a steps, those that are now older than max_staleness - a have to be trained
         steps = range(min(self.max_staleness, len(ages)))
         return all(sum(age >= self.max_staleness - a for age in ages) <= a * self.prompts_per_step for a in steps)
-
-    def restore(self, running: Iterable[int], ready: Mapping[int, int], rejected: Iterable[int], draws: int) -> None:
-        """Continue after a checkpoint that was saved after step `self.step`; running groups start again."""
-        self.draws, self.ready, self.rejected = draws, dict(ready), list(rejected)
-        self.restarted = sorted(running)

@@ -266,7 +266,7 @@ class Trainer:
         with ExitStack() as closing:  # called in reverse order: the stream first, the checkpointer last
             closing.callback(self.checkpointer.close, wait=not interrupted)
             closing.callback(self.collector.sampler.scorer.close)
-            closing.callback(self.collector.sampler.episodes.close)
+            closing.callback(self.collector.sampler.episodes().close)
             closing.callback(self.engine.close)
             closing.callback(self.stream.close, wait=not interrupted)
 

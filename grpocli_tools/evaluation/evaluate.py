@@ -184,7 +184,7 @@ class Evaluation:
                 found.greedy.extend(greedy)
                 found.sampled.extend(sampled)
         finally:
-            sampler.episodes.close()
+            sampler.episodes().close()
             sampler.engine.close()
         return found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -223,9 +223,6 @@ class Server:
     """Lengths of sequences without a slot, with their groups."""
     busy: float = 0.0
 
-    def __len__(self) -> int:
-        return len(self.running) + len(self.waiting)
-
     def add(self, group: int, lengths: NDArray[np.int64]) -> None:
         self.waiting += [(int(length), group) for length in lengths]
         self._fill()
@@ -273,20 +270,19 @@ class _Run:
         """`next_end` of each server; an array, because an event looks at the least of them."""
         self.loads = np.zeros(job.servers, dtype=np.int64)
         """Completions that run or wait on each server."""
-        self.schedule = Schedule(
-            job.prompts, job.max_staleness, steps, job.rounds, in_order=job.in_order, carry=job.carry
-        )
+        self.schedule = Schedule(job.prompts, job.max_staleness, steps, job.rounds, job.in_order, job.carry)
         self.reward = job.speeds.reward / (job.prompts if job.max_staleness else 1)
         """Seconds from a group's last completion to its scores."""
-        self.lengths: dict[int, NDArray[np.int64]] = {}
-        self.kept: dict[int, bool] = {}
-        self.left: dict[int, int] = {}
-        """Completions of each running group that have not ended."""
+        self.groups: dict[int, tuple[int, bool]] = {}
+        """Tokens of each group's completions, and whether the algorithm keeps it."""
+        self.left: Counter[int] = Counter()
+        """Completions of each group that have not ended."""
         self.scored: deque[tuple[float, int]] = deque()
         """When the rewards of groups are there, in order."""
 
     def step(self, number: int) -> SimulatedStep:
-        schedule, speeds, start, busy = self.schedule, self.job.speeds, self.now, self._busy
+        schedule, speeds, start = self.schedule, self.job.speeds, self.now
+        busy = sum(server.busy for server in self.servers)
         while not self.job.in_flight and schedule.running:
             self._next_event()
         self._run_to(self.now)
@@ -298,30 +294,27 @@ class _Run:
         self._start()
         while (found := schedule.take()) is None:
             self._next_event()
-        self._start()
         taken, _ = found
-        trained = sum(int(self.lengths.pop(one).sum()) for one in taken)
+        trained = sum(self.groups[one][0] for one in taken)
         age = max((number - version for version in taken.values()), default=0)
         train = speeds.update + speeds.update_token * (trained + len(taken) * self.job.prompt_tokens)
         self._run_to(self.now + train)
-        return SimulatedStep(self.now - start, train, age, self._busy - busy, trained)
-
-    @property
-    def _busy(self) -> float:
-        return sum(server.busy for server in self.servers)
+        busy = sum(server.busy for server in self.servers) - busy
+        return SimulatedStep(self.now - start, train, age, busy, trained)
 
     def _start(self) -> None:
         job = self.job
         for number in self.schedule.start():
             random = np.random.default_rng(derive_seed(self.seed, number))
-            self.lengths[number] = job.lengths.draw(random, job.group)
-            self.kept[number], self.left[number] = bool(random.random() < job.kept), job.group
+            lengths = job.lengths.draw(random, job.group)
+            self.groups[number], self.left[number] = (int(lengths.sum()), random.random() < job.kept), job.group
             least = int(self.loads.argmin())
             server = self.servers[least]
             server.run_until(self.now)
             server.now += job.speeds.round * job.servers / job.prompts
-            server.add(number, self.lengths[number])
-            self.ends[least], self.loads[least] = server.next_end, len(server)
+            server.add(number, lengths)
+            self.ends[least] = server.next_end
+            self.loads[least] += job.group
 
     def _run_to(self, time: float) -> None:
         """Let the servers generate until a time."""
@@ -341,19 +334,16 @@ class _Run:
         self.now = max(self.now, self._next_time)
         if self.scored and self.scored[0][0] <= self.now:
             _, number = self.scored.popleft()
-            kept = self.kept.pop(number)
-            self.schedule.end(number, self.schedule.running[number], kept)
-            if not kept:
-                del self.lengths[number]
-            return self._start()
-        first = int(self.ends.argmin())
-        group = self.servers[first].end_next()
-        self.ends[first], self.loads[first] = self.servers[first].next_end, len(self.servers[first])
-        self.left[group] -= 1
-        if not self.left[group]:
-            del self.left[group]
-            self.scored.append((self.now + self.reward, group))
-        return None
+            self.schedule.end(number, self.schedule.running[number], self.groups[number][1])
+            self._start()
+        else:
+            first = int(self.ends.argmin())
+            group = self.servers[first].end_next()
+            self.ends[first] = self.servers[first].next_end
+            self.loads[first] -= 1
+            self.left[group] -= 1
+            if not self.left[group]:
+                self.scored.append((self.now + self.reward, group))
 
 
 def _with_failures(job: Job, steps: Sequence[float]) -> tuple[float, float, float]:

@@ -345,7 +345,7 @@ def collect_again(source: RolloutSource, recorded: RecordedStep) -> CollectedSte
             batch = collector.take()
         else:
             schedule.step, collector.ended = recorded.step - 1, {int(group.uid): group for group in leftover}
-            schedule.restore([], dict.fromkeys(collector.ended, schedule.step), [], draws)
+            schedule.ready, schedule.draws = dict.fromkeys(collector.ended, schedule.step), draws
             batch = collector.collect(recorded.step)
     except GrpoError as error:
         problem = str(error)

@@ -76,7 +76,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a bit": (lambda at: change(at / "model.safetensors", flipped), "model.safetensors differs from what was written"),
     "a counter": (counted_otherwise, "trainer.json differs from what was written"),
     "no state": (lambda at: (at / "trainer.json").unlink(), "trainer.json is missing"),
-    "another file": (lambda at: (at / "stream.pt").touch(), "stream.pt does not belong to the checkpoint"),
+    "another file": (lambda at: (at / "stream.json").touch(), "stream.json does not belong to the checkpoint"),
     "of another run": (of_another_run, "it is of another run"),
     "its checksums": (lambda at: (at / "checksums.json").write_text("[]"), "checksums.json is damaged"),
 }

@@ -74,7 +74,7 @@ def test_tools_with_vllm_a_step_ahead_are_resumed_exactly(tmp_path: Path) -> Non
     whole = tmp_path / "whole"
     assert run_here(*TOOLS, *options, *limits, f"hydra.run.dir={whole}") == 0
     assert [row["staleness/mean"] for row in metrics(whole)] == [0, 1, 1, 1]
-    assert (whole / "checkpoints" / "step_000002" / "stream.pt").exists()
+    assert (whole / "checkpoints" / "step_000002" / "stream.json").exists()
     for row in metrics(whole):
         assert row["weight_version"] == row["step"]
         sampled = read_rollouts(whole / "rollouts" / f"step_{row['step']:06d}.parquet")

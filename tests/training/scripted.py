@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from composed import built
@@ -47,6 +48,7 @@ class Scripted:
         self.asked: list[int] = []
         """The number of prompts in each call."""
         self.scorer = Scorer({"r": ExactMatch()}, max_errors=0.1)
+        self.world = SimpleNamespace(is_main=True)
 
     def generate_and_score(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: Watch = UNWATCHED

@@ -249,7 +249,7 @@ def test_every_completion_has_a_status(tmp_path: Path) -> None:
     for uid in mixed:
         (first, *later) = [step for step, _ in seen[uid]]
         assert later in ([], [first + 1])
-    made.keeps_untrained = False
+    made.sampler.world.is_main = False  # type: ignore[misc]
     assert made.collect(1).untrained == [], "only the main process keeps discarded groups"
 
 

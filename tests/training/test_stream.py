@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from training.scripted import FLAT, MIXED, Scripted, collector_of, prompt
 
-from grpocli.errors import EngineError, EngineGone, RewardError
+from grpocli.errors import ConfigError, EngineError, EngineGone, RewardError
 from grpocli.rewards.scorer import RewardStats, ScoreStats
 from grpocli.training.collector import RolloutBatch
 from grpocli.training.stream import RolloutState, RolloutStream
@@ -44,7 +44,7 @@ class ScriptedStream(Scripted):
         self.versions: dict[int, int] = {}
         self.fails: dict[int, BaseException] = {}
         self.engine = SimpleNamespace(needs_sync=False)
-        self.episodes_here = SimpleNamespace(generate=self.sample)
+        self.episodes = lambda here: SimpleNamespace(generate=self.sample)
         self.scoring = threading.Lock()
         self.length: Callable[[int], int] = lambda number: 2
         self.scored: list[int] = []
@@ -189,7 +189,7 @@ def test_a_step_that_keeps_nothing_records_what_it_rejected() -> None:
         stream.batch(1, never)
 
 
-def test_the_bias_of_lengths_compares_trained_groups_with_kept_ones() -> None:
+def test_the_bias_of_lengths_compares_trained_groups_with_those_that_were_ready() -> None:
     """Even prompts have completions of one token, odd ones of three; 3 is rejected."""
     sampler = ScriptedStream([MIXED, MIXED, MIXED, FLAT, MIXED])
     sampler.version, sampler.length = 1, lambda number: 1 + 2 * (number % 2)
@@ -207,7 +207,7 @@ def test_the_bias_of_lengths_compares_trained_groups_with_kept_ones() -> None:
         untrained = stream.state(2)
     assert uids(first) == [1, 0]
     assert first.metrics["stream/length_bias"] == 0
-    assert second.metrics["stream/length_bias"] == 1 - (1 + 1 + 3) / 3
+    assert second.metrics["stream/length_bias"] == 1 - (1 + 1 + 3) / 3, "groups 2 and 4 are trained, and 5 is ready"
     assert (second.metrics["stream/ready"], second.metrics["stream/running"]) == (1, 3)
     assert {one.uid for one in untrained.ended} == {"2", "4", "5"}
 
@@ -228,6 +228,43 @@ def test_groups_that_arrive_together_are_scored_together() -> None:
         helper.join()
         until(lambda: sum(sampler.scored) == 8)
     assert len([n for n in sampler.scored if n]) <= 3
+
+
+def test_a_run_goes_on_once_the_reward_that_ended_it_is_mended(tmp_path: Path) -> None:
+    sampler = ScriptedStream()
+    with streaming(sampler, staleness=2) as stream:
+        threading.Thread(target=lambda: sampler.end(0, 1)).start()
+        stream.batch(1, never)
+        sampler.end(2)
+        until(lambda: len(stream.schedule.ready) == 1)
+        sampler.errors = 2
+        sampler.end(3)
+        until(lambda: stream._error is not None)
+        with pytest.raises(RewardError):
+            stream.batch(2, never)
+        stream.state(2).save(tmp_path)
+        saved = RolloutState.load(tmp_path, stream.schedule.draws, {}, prompt)
+    with streaming(ScriptedStream(at_once=True), staleness=2, order="request", done=1, saved=saved) as stream:
+        assert uids(stream.batch(2, never)) == [2, 3]
+
+
+@pytest.mark.parametrize("broken", [4, 5, 7])
+def test_a_broken_row_ends_the_run_after_the_steps_that_have_their_groups(broken: int) -> None:
+    def draw(number: int) -> Prompt:
+        if number == broken:
+            raise ConfigError(f"row {broken} is broken")
+        return prompt(number)
+
+    sampler = ScriptedStream(at_once=True)
+    with streaming(sampler, order="request", in_flight=False) as stream:
+        stream.collector.draw, done = draw, list[int]()
+        with pytest.raises(ConfigError, match=f"row {broken}"):  # noqa: PT012 - of one of the steps
+            while True:
+                stream.wait_until_idle(never)
+                done += uids(stream.batch(len(done) // 2 + 1, never))
+        saved = stream.state(len(done) // 2 + 1)
+    assert done == list(range(broken // 2 * 2))
+    assert sorted([*saved.running, *(int(one.uid) for one in saved.ended)]) == list(range(len(done), saved.draws))
 
 
 @pytest.mark.parametrize("error", [EngineGone("the server is gone"), RewardError("all failed"), RuntimeError("broken")])
@@ -286,7 +323,6 @@ def test_a_checkpoint_has_what_has_ended_and_asks_again_for_the_rest(tmp_path: P
         untrained, trained = stream.state(1), stream.state(2)
     assert [int(one.uid) for one in untrained.ended] == [*uids(taken), 4], "step 1 was not trained"
     assert [int(one.uid) for one in trained.ended] == [4]
-    assert (untrained.stats.samples.total(), trained.stats.samples.total()) == (6, 2)
     assert untrained.running == trained.running == [1, 3, 5]
     trained.save(tmp_path)
     loaded = RolloutState.load(tmp_path, trained.draws, {}, prompt)
@@ -299,13 +335,12 @@ def test_a_checkpoint_has_what_has_ended_and_asks_again_for_the_rest(tmp_path: P
 
 def test_what_does_not_fit_a_changed_config_is_sampled_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     done = Completion([1, 2], [-1.0, -0.5], "stop", 3, spans=[(3, 1), (4, 1)])
-    stats = ScoreStats(Counter({"t": 2}), 1.0, {("r", "t"): RewardStats(timeouts=1, first_timeout="why")})
     ended = [
         Group(prompt(n), [Rollout(prompt(n), done, "t", {"r": r}) for r in rewards])
         for n, rewards in ((4, MIXED), (6, FLAT))
     ]
     settings = {"group_size": 2, "max_staleness": 1, "sampling": {"max_tokens": 6, "stop": ("a",)}}
-    saved = RolloutState(8, settings, [5], ended, stats)
+    saved = RolloutState(8, settings, [5], ended)
     saved.save(tmp_path)
 
     def load(draw: Any = prompt, **changed: Any) -> RolloutState:
@@ -315,7 +350,7 @@ def test_what_does_not_fit_a_changed_config_is_sampled_again(tmp_path: Path, cap
     assert caplog.text == ""
     for again in (load(max_staleness=2), load(draw=lambda n: Prompt(str(n), [2], "p"))):
         assert replace(again, settings=settings) == RolloutState(8, settings, [5, 4, 6])
-    assert "2 groups that do not fit the config" in caplog.text
+    assert "2 groups do not fit the config" in caplog.text
     sampler = ScriptedStream(at_once=True)
     dapo = ("algorithm=dapo", "algorithm.keep.surplus=discard")
     with streaming(sampler, *dapo, done=7, saved=load(), order="request") as stream:
@@ -394,3 +429,4 @@ def test_other_processes_follow_the_main_one() -> None:
     assert seen[0] == seen[1]
     assert (seen[0][0], seen[0][-1]) == ("sync", "no score")
     assert not samplers[1].running, "only the main process samples"
+    assert seen[0][1:-1] == seen[1][1:-1]
