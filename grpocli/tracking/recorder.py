@@ -31,6 +31,9 @@ MISMATCH_LIMITS = {"float32": 1.02, "float16": 1.02, "bfloat16": 1.1}
 1.02 is the limit of NeMo RL's GRPO guide. In bfloat16 rounding alone gives 1.05 to 1.07 (docs/vllm.md).
 """
 
+STALE_LIMIT = 1.2
+"""The same for completions of older weights: runs above it learned more slowly (docs/evidence/vllm.md)."""
+
 NO_SIGNAL = 3
 """Consecutive steps without a training signal after which the run warns, as the page does."""
 
@@ -142,16 +145,17 @@ class Recorder:
 
     def _warn_of_mismatch(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Warn once if the log-probs of sampler and trainer differ."""
-        error, limit = metrics.get("token_mult_prob_error", 1.0), MISMATCH_LIMITS[self.dtype]
-        explained = self.mismatch_expected or metrics.get("staleness/max", 0) > 0  # the weights differ, too
-        if error > limit and not explained:
-            text = (
-                f"token_mult_prob_error is {error:.3f}, above {limit}: the sampler and the trainer give the same tokens"
-            )
-            remedy = (
-                "model.dtype=float32 shows whether it is rounding; algorithm/correction=token_truncate corrects for it"
-            )
-            self.warn_once({"mismatch": f"step {step}: {text} different probabilities. {remedy}"})
+        error, stale = metrics.get("token_mult_prob_error", 1.0), metrics.get("staleness/max", 0) > 0
+        limit = STALE_LIMIT if stale else MISMATCH_LIMITS[self.dtype]
+        if error <= limit or self.mismatch_expected:
+            return
+        cause = "the sampler and the trainer give the same tokens different probabilities"
+        remedy = "model.dtype=float32 shows whether it is rounding; algorithm/correction=token_truncate corrects for it"
+        if stale:
+            cause = "the policy moves far while its completions wait"
+            remedy = "Lower optim.lr or rollout.max_staleness"
+        text = f"step {step}: token_mult_prob_error is {error:.3f}, above {limit}: {cause}. {remedy}"
+        self.warn_once({"mismatch": text})
 
     def _warn_of_no_signal(self, step: int, metrics: Mapping[str, Any], has_signal: bool) -> None:
         """Warn once, with the likely cause, if the loss had no token or all advantages were 0 for NO_SIGNAL steps."""

@@ -64,14 +64,17 @@ def test_a_mismatch_beyond_rounding_is_shown_once(
 
 
 @pytest.mark.parametrize(
-    ("stale", "expected", "warned"), [(1, False, 0), (0, True, 0), (0, False, 1)], ids=["stale", "regex", "neither"]
+    ("error", "stale", "expected", "warning"),
+    [(1.15, 1, False, ""), (1.25, 1, False, "lower optim.lr"), (1.5, 0, True, ""), (1.15, 0, False, "float32")],
+    ids=["stale", "too stale", "regex", "neither"],
 )
 def test_other_weights_and_a_regex_explain_a_mismatch(
-    made: Callable[..., Made], stale: int, expected: bool, warned: int
+    made: Callable[..., Made], error: float, stale: int, expected: bool, warning: str
 ) -> None:
     recorder, view = made(mismatch_expected=expected)
-    step(recorder, 2, {"token_mult_prob_error": 1.5, "staleness/max": stale})
-    assert len(view.warnings) == warned
+    step(recorder, 2, {"token_mult_prob_error": error, "staleness/max": stale})
+    assert len(view.warnings) == bool(warning)
+    assert warning in "".join(view.warnings).lower()
 
 
 def test_each_kind_of_warning_is_shown_once(made: Callable[..., Made]) -> None:
