@@ -160,8 +160,8 @@ def _load(
 ) -> tuple[checkpoint.State, RolloutState, Updater]:
     """The state, rollouts, models and optimizer of a checkpoint, or of a new run."""
     rollout, rewards = run.rollout, [] if run.algorithm.supervised else sorted(run.reward)
-    settings = {"group_size": rollout.group_size, "rewards": rewards, "max_staleness": rollout.max_staleness}
-    settings["sampling"] = asdict(rollout.sampling)
+    settings: dict[str, Any] = {"seed": run.seed, "rewards": rewards, "sampling": asdict(rollout.sampling)}
+    settings |= {name: getattr(rollout, name) for name in ("group_size", "prompts_per_step", "max_staleness")}
     state, saved = checkpoint.State(run=SavedRun(recorder.run_dir.path).id), RolloutState(0, settings)
     with restoring(path):
         if path:

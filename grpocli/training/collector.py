@@ -298,7 +298,7 @@ class Collector:
         tools, tool_warnings = tool_use(sampled or groups)
         return RolloutBatch(
             groups,
-            self._metrics(sampled, groups, stats, len(rejected), len(carried)) | tools,
+            self._metrics(sampled, groups, stats, len({*rejected} - {*carried}), len(carried)) | tools,
             {**self.sampler.scorer.warnings(stats), **tool_warnings},
             untrained if self.sampler.world.is_main else [],
             frozenset(map(str, carried)),

@@ -100,7 +100,7 @@ class Schedule:
     def take(self) -> tuple[dict[int, int], list[int]] | None:
         """The groups that the step trains on, as in `ready`, and those rejected before them; None while it waits.
 
-        Fewer than a whole batch after many rejections. Call `start` first: a step waits only while groups run.
+        After many rejections fewer than a batch. Call `start` before, as a step waits only while groups run, and after.
         """
         needed = self.prompts_per_step if self.max_staleness else math.inf  # a round ends first
         if not self.wanted or (self.running and len(self.ready) < needed):

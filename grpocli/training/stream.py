@@ -214,16 +214,16 @@ class RolloutStream:
         metrics = {"stream/ready": float(len(ready)), "stream/running": float(len(self.schedule.running))}
         if batch.groups:
             metrics["stream/length_bias"] = _mean_length(batch.groups) - _mean_length([*batch.groups, *ready])
-        batch = replace(batch, metrics=batch.metrics | metrics)
-        self._batch = step, batch
-        return replace(batch, untrained=[])
+        self._batch = step, replace(batch, metrics=batch.metrics | metrics)
+        self._start()
+        return replace(self._batch[1], untrained=[])
 
     def _start(self) -> None:
         """Start the groups that the schedule wants. Needs `_changed`."""
         try:
-            for number in [] if self._closing else self.schedule.start():
+            for number in [] if self._closing or self._error else self.schedule.start():
                 run_in_thread(partial(self._sample, self.collector.draw(number)), "rollout")
-        except GrpoError as error:  # of a row, maybe of a later step
+        except GrpoError as error:  # of a broken row; it and those behind it stay in `running`
             self._error = self._error or error
 
     # The threads

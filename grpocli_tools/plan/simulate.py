@@ -294,8 +294,9 @@ class _Run:
         self._start()
         while (found := schedule.take()) is None:
             self._next_event()
+        self._start()
         taken, _ = found
-        trained = sum(self.groups[one][0] for one in taken)
+        trained = sum(self.groups.pop(one)[0] for one in taken)
         age = max((number - version for version in taken.values()), default=0)
         train = speeds.update + speeds.update_token * (trained + len(taken) * self.job.prompt_tokens)
         self._run_to(self.now + train)

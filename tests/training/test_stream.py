@@ -180,6 +180,9 @@ def test_a_step_that_keeps_nothing_records_what_it_rejected() -> None:
         batches = [stream.batch(step, never) for step in (1, 2)]
     assert [batch.groups for batch in batches] == [[], []]
     assert [int(group.uid) for batch in batches for _, group in batch.untrained] == list(range(6))
+    with streaming(sampler, "algorithm=dapo", "algorithm.keep.max_rounds=1") as stream:
+        stream.batch(1, never)
+        until(lambda: len(stream.collector.ended) == 2)  # others start while the step trains
     with (
         streaming(
             sampler, "algorithm=dapo", "algorithm.keep.max_rounds=2", "algorithm.keep.on_exhausted=error"
