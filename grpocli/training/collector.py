@@ -241,7 +241,7 @@ class Collector:
     sampling: Sampling
     seed: int
     ended: dict[int, Group] = field(default_factory=dict)
-    """Scored groups that no step has taken, by number. Between rounds, what `algorithm.keep.surplus=carry` keeps."""
+    """Scored groups that no step has taken, by number. Between steps in rounds: the surplus to carry."""
     stats: ScoreStats = field(default_factory=ScoreStats)
     """Counts of what was scored since the last batch."""
     accuracy_rewards: Mapping[str, str] = field(default_factory=dict)
@@ -275,7 +275,7 @@ class Collector:
             self.schedule.end(int(group.uid), oldest_version(group), kept)
 
     def take(self, carried: Collection[int] = ()) -> RolloutBatch | None:
-        """The batch of a step; None while it has to wait. carried: numbers of those of the step before."""
+        """The batch of a step; None while it has to wait. carried: numbers of groups of the step before."""
         schedule, keep = self.schedule, self.algorithm.keep
         if (found := schedule.take()) is None:
             return None

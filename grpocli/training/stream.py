@@ -78,8 +78,8 @@ class RolloutState:
     def load(cls, folder: Path, draws: int, settings: dict[str, Any], draw: Callable[[int], Prompt]) -> RolloutState:
         """The saved state, equal to the bit. draw: the prompt of a draw number.
 
-        Groups whose settings or prompt have changed are asked again, with a warning in the log. Raises ValueError for
-        a broken file.
+        Groups whose settings or prompt have changed are sampled again, with a warning in the log. Raises ValueError
+        for a broken file.
         """
         if not (folder / STREAM_FILE).is_file():
             return cls(draws, settings)
