@@ -46,12 +46,6 @@ def rewards_of(groups: Sequence[Group], names: Iterable[str]) -> dict[str, Tenso
     }
 
 
-def lengths_of(groups: Sequence[Group], algorithm: Algorithm) -> Tensor:
-    """The number of each completion's tokens in the loss [P, G]."""
-    masked = algorithm.keep.mask_truncated
-    return torch.tensor([[sum(r.completion.loss_mask(masked)) for r in g.rollouts] for g in groups])
-
-
 @dataclass(slots=True)
 class Sampler:
     """Generates, decodes and scores completions, spread over the processes. Several threads may use it at once."""
@@ -309,9 +303,11 @@ class Collector:
         if not groups or not self.reward_weights:
             unscored_PG = torch.zeros(len(groups), self.group_size, dtype=torch.float64)
             return self.algorithm.advantage(unscored_PG) if self.algorithm.supervised else unscored_PG
-        lengths = lengths_of(groups, self.algorithm) if self.algorithm.needs_lengths else None
+        masked, lengths_PG = self.algorithm.keep.mask_truncated, None
+        if self.algorithm.needs_lengths:
+            lengths_PG = torch.tensor([[sum(r.completion.loss_mask(masked)) for r in g.rollouts] for g in groups])
         rewards = rewards_of(groups, self.reward_weights)
-        return self.algorithm.advantages(rewards, self.reward_weights, self._accuracy(groups), lengths)
+        return self.algorithm.advantages(rewards, self.reward_weights, self._accuracy(groups), lengths_PG)
 
     def _metrics(
         self, sampled: Sequence[Group], trained: Sequence[Group], stats: ScoreStats, n_rejected: int, n_carried: int

@@ -7,10 +7,10 @@ draw.
 With max_staleness 0 a step samples in rounds: the first has as many groups as the step lacks, and the size of a later
 one follows the share kept so far.
 
-Above 0 rollouts are a stream: at most (max_staleness + 1) x prompts_per_step groups have started and are not trained.
-A step takes groups of the oldest weights first, and waits for a group that would be too old for a later step. So
-nothing is thrown away for being slow.
-The rule is that of Tinker's cookbook; AReaL (arXiv 2505.24298) bounds the same number.
+Above 0 rollouts are a stream: at most (max_staleness + 1) x prompts_per_step groups have started and are not trained,
+and no more than keep the trainer from waiting. A step takes groups of the oldest weights first, and waits for a group
+that would be too old for a later step. So nothing is thrown away for being slow.
+The bound is that of Tinker's cookbook and AReaL (arXiv 2505.24298); a queue that never empties is too long (RFC 8289).
 """
 
 from __future__ import annotations
@@ -53,20 +53,28 @@ class Schedule:
     """Of this step."""
     wanted: bool = False
     """The step waits for its batch."""
+    ahead: int = 1
+    """A stream samples for this many later steps; with `in_order` for max_staleness. A step that finds no batch ready adds
+    one, and max_staleness + 1 steps that find two, of which one only gets older, take one away."""
+    spare: int = 0
+    """The last steps in a row that found two batches ready."""
 
     def begin(self, step: int) -> None:
         """The engine has the weights of a step, which wants its batch."""
+        batches = len(self.ready) // self.prompts_per_step
+        if not batches and self.draws:
+            self.ahead = min(self.ahead + 1, self.max_staleness)
+        self.spare = self.spare + 1 if batches > 1 else 0
+        if self.spare > self.max_staleness:
+            self.ahead, self.spare = max(1, self.ahead - 1), 0
         self.step, self.wanted, self.rounds = step, True, 0
 
     def start(self) -> list[int]:
         """The groups that start now, with the engine's weights."""
-        started = []
-        for _ in range(self._room() if self.max_staleness else self._round()):
-            if self.restarted:
-                started.append(self.restarted.pop(0))
-            else:
-                started.append(self.draws)
-                self.draws += 1
+        room = max(0, self._room() if self.max_staleness else self._round())
+        again, self.restarted = self.restarted[:room], self.restarted[room:]
+        first, self.draws = self.draws, self.draws + room - len(again)
+        started = [*again, *range(first, self.draws)]
         self.running |= dict.fromkeys(started, self.step)
         return started
 
@@ -84,7 +92,8 @@ class Schedule:
 
     def _room(self) -> int:
         """The number of groups that a stream has room for."""
-        steps = min(self.max_staleness, self.steps - self.step) + self.wanted
+        ahead = self.max_staleness if self.in_order else self.ahead
+        steps = min(ahead, self.steps - self.step) + self.wanted
         replaced = (self.max_rounds - 1) * MAX_REFILL * self.prompts_per_step
         not_replaced = max(0, len(self.rejected) - replaced)
         return steps * self.prompts_per_step - not_replaced - len(self.running) - len(self.ready)

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import json
 import logging
-import statistics
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpocli.errors import GrpoError, RewardError, RunError, ServiceGone
@@ -119,8 +119,7 @@ class RolloutStream:
         """Groups to score."""
         self._error: BaseException | None = None
         """The first one of a thread."""
-        self._closing = False
-        self._settings, self.schedule.step = saved.settings, done
+        self._closing, self._settings, self.schedule.step = False, saved.settings, done
         collector.ended = {int(group.uid): group for group in saved.ended}
         kept = dict(zip(collector.ended, collector.kept(saved.ended), strict=True))
         ready = {number: oldest_version(group) for number, group in collector.ended.items() if kept[number]}
@@ -212,8 +211,9 @@ class RolloutStream:
             return None
         ready = [self.collector.ended[number] for number in self.schedule.ready]
         metrics = {"stream/ready": float(len(ready)), "stream/running": float(len(self.schedule.running))}
-        if batch.groups:
-            metrics["stream/length_bias"] = _mean_length(batch.groups) - _mean_length([*batch.groups, *ready])
+        trained, later = ([r.completion.written for g in groups for r in g.rollouts] for groups in (batch.groups, ready))
+        if trained:
+            metrics["stream/length_bias"] = fmean(trained) - fmean([*trained, *later])
         self._batch = step, replace(batch, metrics=batch.metrics | metrics)
         self._start()
         return replace(self._batch[1], untrained=[])
@@ -258,10 +258,6 @@ def _for_others(error: BaseException) -> RunError:
     message = str(error) if isinstance(error, GrpoError) else f"{type(error).__name__}: {error}"
     kinds = (ServiceGone, RewardError)  # after which all processes save a checkpoint
     return next((kind for kind in kinds if isinstance(error, kind)), RunError)(message)
-
-
-def _mean_length(groups: Sequence[Group]) -> float:
-    return statistics.fmean(rollout.completion.written for group in groups for rollout in group.rollouts)
 
 
 def _rollout(prompt: Prompt, done: dict[str, Any], text: str, rewards: dict[str, float]) -> Rollout:

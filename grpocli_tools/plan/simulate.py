@@ -275,8 +275,7 @@ class _Run:
         """Seconds from a group's last completion to its scores."""
         self.groups: dict[int, tuple[int, bool]] = {}
         """Tokens of each group's completions, and whether the algorithm keeps it."""
-        self.left: Counter[int] = Counter()
-        """Completions of each group that have not ended."""
+        self.left: Counter[int] = Counter()  # completions of each group that have not ended
         self.scored: deque[tuple[float, int]] = deque()
         """When the rewards of groups are there, in order."""
 

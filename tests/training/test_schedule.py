@@ -82,7 +82,7 @@ def test_no_group_is_too_old_or_lost_or_trained_twice(
 
 
 def test_a_slow_group_does_not_hold_up_the_next_batches() -> None:
-    schedule = Schedule(2, 2, 9)
+    schedule = Schedule(2, 2, 9, ahead=2)
     schedule.begin(1)
     assert schedule.start() == [0, 1, 2, 3, 4, 5]
     for number in (1, 2, 3):
@@ -102,6 +102,28 @@ def test_a_slow_group_does_not_hold_up_the_next_batches() -> None:
     assert schedule.take() is None
     schedule.end(0, 1, kept=True)
     assert schedule.take() == ({5: 1, 0: 1}, [])
+
+
+def aheads(staleness: int, steps: int, busy: range) -> list[int]:
+    """`Schedule.ahead` of each step. busy: steps during whose update no group ends; in others all of them do."""
+    schedule, found = Schedule(2, staleness, 999), list[int]()
+    for step in range(1, steps + 1):
+        schedule.begin(step)
+        schedule.start()
+        while not schedule.take():
+            schedule.end(min(schedule.running), step, kept=True)
+        schedule.start()
+        for number in [] if step in busy else [*schedule.running]:
+            schedule.end(number, step, kept=True)
+        found.append(schedule.ahead)
+    return found
+
+
+def test_a_stream_runs_ahead_as_far_as_steps_would_wait_otherwise() -> None:
+    assert aheads(3, 20, range(0)) == [1] * 20, "each step finds a batch ready"
+    assert aheads(3, 6, range(99)) == [1, 2, 3, 3, 3, 3], "none does"
+    assert aheads(1, 6, range(99)) == [1] * 6
+    assert aheads(3, 20, range(1, 4)) == [1, 2, 3, 3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("kept", "rounds"), [(1.0, 1), (0.4, 99), (0.5, 1), (0.1, 2), (0.0, 2)])

@@ -100,6 +100,7 @@ def streaming(
     rollout = SimpleNamespace(max_staleness=staleness, in_flight=in_flight)
     in_order = order == "request" or not in_flight
     made = collector_of(sampler, *overrides, prompts=2, max_staleness=staleness, steps=steps, in_order=in_order)
+    made.schedule.ahead = staleness  # as after steps that had to wait
     stream = RolloutStream(made, Alone(), rollout, done, saved or RolloutState(0))  # type: ignore[arg-type]
     try:
         yield stream
