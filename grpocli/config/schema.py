@@ -99,7 +99,7 @@ class Rollouts:
     completions of older weights."""
     max_staleness: int = 0
     """Largest age of the weights that sample a completion, in weight versions. 0: exactly on-policy; above 0, sampling
-    continues while a step trains."""
+    continues while a step trains, as many steps ahead as training would wait otherwise."""
     in_flight: bool = True
     """With max_staleness: change the weights under running requests. false: wait for them before each sync; which
     weights sample a completion then depends on no clock, and a resumed run is equal to the bit."""

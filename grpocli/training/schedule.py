@@ -54,8 +54,8 @@ class Schedule:
     wanted: bool = False
     """The step waits for its batch."""
     ahead: int = 1
-    """A stream samples for this many later steps; with `in_order` for max_staleness. A step that finds no batch ready adds
-    one, and max_staleness + 1 steps that find two, of which one only gets older, take one away."""
+    """A stream samples for this many later steps; with `in_order` for max_staleness. A step that finds no batch ready
+    adds one; max_staleness + 1 steps that find two, of which one only gets older, take one away."""
     spare: int = 0
     """The last steps in a row that found two batches ready."""
 

@@ -211,7 +211,7 @@ class RolloutStream:
             return None
         ready = [self.collector.ended[number] for number in self.schedule.ready]
         metrics = {"stream/ready": float(len(ready)), "stream/running": float(len(self.schedule.running))}
-        trained, later = ([r.completion.written for g in groups for r in g.rollouts] for groups in (batch.groups, ready))
+        trained, later = ([r.completion.written for g in some for r in g.rollouts] for some in (batch.groups, ready))
         if trained:
             metrics["stream/length_bias"] = fmean(trained) - fmean([*trained, *later])
         self._batch = step, replace(batch, metrics=batch.metrics | metrics)
