@@ -98,8 +98,8 @@ class Rollouts:
     weights are not those that it reports. null: no limit. Not checked with regex or json_schema, nor in a step with
     completions of older weights."""
     max_staleness: int = 0
-    """Largest age of the weights that sample a completion, in weight versions. 0: exactly on-policy; above 0, sampling
-    continues while a step trains, as many steps ahead as training would wait otherwise."""
+    """Largest age of the weights that sample a completion, in weight versions. 0: exactly on-policy; above 0, groups
+    are sampled while steps train, no further ahead than keeps steps from waiting."""
     in_flight: bool = True
     """With max_staleness: change the weights under running requests. false: wait for them before each sync; which
     weights sample a completion then depends on no clock, and a resumed run is equal to the bit."""

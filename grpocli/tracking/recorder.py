@@ -153,7 +153,7 @@ class Recorder:
         remedy = "model.dtype=float32 shows whether it is rounding; algorithm/correction=token_truncate corrects for it"
         if stale:
             cause = "the policy moves far while its completions wait"
-            remedy = "Lower optim.lr or rollout.max_staleness"
+            remedy = f"Lower optim.lr, or rollout.max_staleness below {metrics['staleness/max']:.0f}"
         text = f"step {step}: token_mult_prob_error is {error:.3f}, above {limit}: {cause}. {remedy}"
         self.warn_once({"mismatch": text})
 

@@ -141,11 +141,6 @@ class RolloutBatch:
     """Uids of the groups carried over from the previous step."""
 
 
-def oldest_version(group: Group) -> int:
-    """The weight version of a group's oldest token."""
-    return min(rollout.completion.version for rollout in group.rollouts)
-
-
 def staleness(groups: Sequence[Group], step: int, most: int) -> dict[str, float]:
     """The ages in weight versions of the tokens that a step trains on, and the share of each age up to `most`."""
     tokens = Counter(dict.fromkeys(range(most + 1), 0))
@@ -266,7 +261,7 @@ class Collector:
         self.sampler.scorer.check_errors(self.stats, self.schedule.prompts_per_step * self.group_size)
         for group, kept in zip(groups, self.kept(groups), strict=True):
             self.ended[int(group.uid)] = group
-            self.schedule.end(int(group.uid), oldest_version(group), kept)
+            self.schedule.end(int(group.uid), min(one.completion.version for one in group.rollouts), kept)
 
     def take(self, carried: Collection[int] = ()) -> RolloutBatch | None:
         """The batch of a step; None while it has to wait. carried: numbers of groups of the step before."""
@@ -303,8 +298,9 @@ class Collector:
         if not groups or not self.reward_weights:
             unscored_PG = torch.zeros(len(groups), self.group_size, dtype=torch.float64)
             return self.algorithm.advantage(unscored_PG) if self.algorithm.supervised else unscored_PG
-        masked, lengths_PG = self.algorithm.keep.mask_truncated, None
+        lengths_PG = None
         if self.algorithm.needs_lengths:
+            masked = self.algorithm.keep.mask_truncated
             lengths_PG = torch.tensor([[sum(r.completion.loss_mask(masked)) for r in g.rollouts] for g in groups])
         rewards = rewards_of(groups, self.reward_weights)
         return self.algorithm.advantages(rewards, self.reward_weights, self._accuracy(groups), lengths_PG)

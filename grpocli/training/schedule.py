@@ -8,9 +8,9 @@ With max_staleness 0 a step samples in rounds: the first has as many groups as t
 one follows the share kept so far.
 
 Above 0 rollouts are a stream: at most (max_staleness + 1) x prompts_per_step groups have started and are not trained,
-and no more than keep the trainer from waiting. A step takes groups of the oldest weights first, and waits for a group
-that would be too old for a later step. So nothing is thrown away for being slow.
-The bound is that of Tinker's cookbook and AReaL (arXiv 2505.24298); a queue that never empties is too long (RFC 8289).
+as in Tinker's cookbook and AReaL (arXiv 2505.24298). Fewer have started while steps find a batch ready anyway: groups
+that wait get older, and a queue that never empties is too long (RFC 8289). A step takes groups of the oldest weights
+first, and waits for a group that would be too old for a later step. So nothing is thrown away for being slow.
 """
 
 from __future__ import annotations
@@ -54,29 +54,35 @@ class Schedule:
     wanted: bool = False
     """The step waits for its batch."""
     ahead: int = 1
-    """A stream samples for this many later steps; with `in_order` for max_staleness. A step that finds no batch ready
-    adds one; max_staleness + 1 steps that find two, of which one only gets older, take one away."""
-    spare: int = 0
-    """The last steps in a row that found two batches ready."""
+    """How many later steps a stream samples for: from 1 to max_staleness; see `begin`."""
+    spare_steps: int = 0
+    """Steps in a row, up to the last one, that found two batches ready."""
 
     def begin(self, step: int) -> None:
-        """The engine has the weights of a step, which wants its batch."""
+        """A step begins, with its weights in the engine, and wants its batch.
+
+        If it finds no batch ready, the stream runs one step further ahead. If max_staleness + 1 steps in a row find
+        two, of which one only gets older, it runs one step less far. With `in_order` ready groups, which depend on a
+        clock, decide nothing.
+        """
         batches = len(self.ready) // self.prompts_per_step
-        if not batches and self.draws:
+        self.spare_steps = self.spare_steps + 1 if batches > 1 else 0
+        if self.in_order:
+            self.ahead = self.max_staleness
+        elif not batches and self.draws:  # a run's first step finds nothing
             self.ahead = min(self.ahead + 1, self.max_staleness)
-        self.spare = self.spare + 1 if batches > 1 else 0
-        if self.spare > self.max_staleness:
-            self.ahead, self.spare = max(1, self.ahead - 1), 0
+        elif self.spare_steps > self.max_staleness:
+            self.ahead, self.spare_steps = self.ahead - 1, 0
         self.step, self.wanted, self.rounds = step, True, 0
 
     def start(self) -> list[int]:
         """The groups that start now, with the engine's weights."""
         room = max(0, self._room() if self.max_staleness else self._round())
-        again, self.restarted = self.restarted[:room], self.restarted[room:]
-        first, self.draws = self.draws, self.draws + room - len(again)
-        started = [*again, *range(first, self.draws)]
-        self.running |= dict.fromkeys(started, self.step)
-        return started
+        again = self.restarted[:room]
+        new = range(self.draws, self.draws + room - len(again))
+        self.restarted, self.draws = self.restarted[room:], new.stop
+        self.running |= dict.fromkeys([*again, *new], self.step)
+        return [*again, *new]
 
     def _round(self) -> int:
         """The number of groups of a step's next round; 0 if the last one runs, or the step samples no more."""
@@ -92,8 +98,7 @@ class Schedule:
 
     def _room(self) -> int:
         """The number of groups that a stream has room for."""
-        ahead = self.max_staleness if self.in_order else self.ahead
-        steps = min(ahead, self.steps - self.step) + self.wanted
+        steps = min(self.ahead, self.steps - self.step) + self.wanted
         replaced = (self.max_rounds - 1) * MAX_REFILL * self.prompts_per_step
         not_replaced = max(0, len(self.rejected) - replaced)
         return steps * self.prompts_per_step - not_replaced - len(self.running) - len(self.ready)
@@ -132,8 +137,7 @@ class Schedule:
         """Whether the step may take a whole batch before the others have ended, since none of them gets too old."""
         if self.in_order and min(self.running) < max(taken):
             return False
-        left = [version for number, version in self.ready.items() if number not in taken]
-        ages = [self.step - version for version in (*left, *self.running.values())]
+        ages = [self.step - version for number, version in (self.ready | self.running).items() if number not in taken]
         # after a steps, those that are now older than max_staleness - a have to be trained
         steps = range(min(self.max_staleness, len(ages)))
         return all(sum(age >= self.max_staleness - a for age in ages) <= a * self.prompts_per_step for a in steps)

@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from grpocli.errors import GrpoError, RewardError, RunError, ServiceGone
 from grpocli.processes.threads import GRACE, run_in_thread
 from grpocli.progress import Watch
+from grpocli.rewards.scorer import ScoreStats
 from grpocli.rollout.engine import Listener
 from grpocli.rollout.sampling import derive_seed
-from grpocli.training.collector import RolloutBatch, oldest_version
+from grpocli.training.collector import RolloutBatch
 from grpocli.types import Completion, Episode, Group, Prompt, Request, Rollout
 
 if TYPE_CHECKING:
@@ -119,12 +120,13 @@ class RolloutStream:
         """Groups to score."""
         self._error: BaseException | None = None
         """The first one of a thread."""
-        self._closing, self._settings, self.schedule.step = False, saved.settings, done
-        collector.ended = {int(group.uid): group for group in saved.ended}
-        kept = dict(zip(collector.ended, collector.kept(saved.ended), strict=True))
-        ready = {number: oldest_version(group) for number, group in collector.ended.items() if kept[number]}
-        self.schedule.draws, self.schedule.restarted = saved.draws, sorted(saved.running)
-        self.schedule.ready, self.schedule.rejected = ready, [number for number in kept if not kept[number]]
+        self._closing = False
+        self._settings = saved.settings
+        self.schedule.step, self.schedule.draws, self.schedule.restarted = done, saved.draws, sorted(saved.running)
+        self.schedule.running = {int(group.uid): done for group in saved.ended}
+        collector.end(saved.ended, ScoreStats())
+        started = len(saved.running) + len(saved.ended)
+        self.schedule.ahead = max(1, min(self.max_staleness, started // self.schedule.prompts_per_step))
 
     # The main thread
 
@@ -211,9 +213,9 @@ class RolloutStream:
             return None
         ready = [self.collector.ended[number] for number in self.schedule.ready]
         metrics = {"stream/ready": float(len(ready)), "stream/running": float(len(self.schedule.running))}
-        trained, later = ([r.completion.written for g in some for r in g.rollouts] for some in (batch.groups, ready))
-        if trained:
-            metrics["stream/length_bias"] = fmean(trained) - fmean([*trained, *later])
+        if batch.groups:
+            lengths = [fmean(one.completion.written for one in g.rollouts) for g in (*batch.groups, *ready)]
+            metrics["stream/length_bias"] = fmean(lengths[: len(batch.groups)]) - fmean(lengths)
         self._batch = step, replace(batch, metrics=batch.metrics | metrics)
         self._start()
         return replace(self._batch[1], untrained=[])

@@ -192,7 +192,7 @@ class Simulated:
         return max(step.age for step in self.steps)
 
     def _mean(self, values: Sequence[float]) -> float:
-        """The mean over the steps without the first ones, before which nothing was collected."""
+        """The mean over the steps without the first ones, which begin with little collected."""
         return float(np.mean(values[min(1 + self.job.max_staleness, len(values) - 1) :]))
 
 
@@ -268,14 +268,13 @@ class _Run:
         self.servers = [Server(job.slots, job.speeds.decode) for _ in range(job.servers)]
         self.ends = np.full(job.servers, math.inf)
         """`next_end` of each server; an array, because an event looks at the least of them."""
-        self.loads = np.zeros(job.servers, dtype=np.int64)
-        """Completions that run or wait on each server."""
         self.schedule = Schedule(job.prompts, job.max_staleness, steps, job.rounds, job.in_order, job.carry)
         self.reward = job.speeds.reward / (job.prompts if job.max_staleness else 1)
         """Seconds from a group's last completion to its scores."""
         self.groups: dict[int, tuple[int, bool]] = {}
         """Tokens of each group's completions, and whether the algorithm keeps it."""
-        self.left: Counter[int] = Counter()  # completions of each group that have not ended
+        self.left: Counter[int] = Counter()
+        """Completions of each group that have not ended."""
         self.scored: deque[tuple[float, int]] = deque()
         """When the rewards of groups are there, in order."""
 
@@ -308,13 +307,12 @@ class _Run:
             random = np.random.default_rng(derive_seed(self.seed, number))
             lengths = job.lengths.draw(random, job.group)
             self.groups[number], self.left[number] = (int(lengths.sum()), random.random() < job.kept), job.group
-            least = int(self.loads.argmin())
+            least = int(np.argmin([len(server.running) + len(server.waiting) for server in self.servers]))
             server = self.servers[least]
             server.run_until(self.now)
             server.now += job.speeds.round * job.servers / job.prompts
             server.add(number, lengths)
             self.ends[least] = server.next_end
-            self.loads[least] += job.group
 
     def _run_to(self, time: float) -> None:
         """Let the servers generate until a time."""
@@ -340,7 +338,6 @@ class _Run:
             first = int(self.ends.argmin())
             group = self.servers[first].end_next()
             self.ends[first] = self.servers[first].next_end
-            self.loads[first] -= 1
             self.left[group] -= 1
             if not self.left[group]:
                 self.scored.append((self.now + self.reward, group))

@@ -104,26 +104,29 @@ def test_a_slow_group_does_not_hold_up_the_next_batches() -> None:
     assert schedule.take() == ({5: 1, 0: 1}, [])
 
 
-def aheads(staleness: int, steps: int, busy: range) -> list[int]:
-    """`Schedule.ahead` of each step. busy: steps during whose update no group ends; in others all of them do."""
-    schedule, found = Schedule(2, staleness, 999), list[int]()
-    for step in range(1, steps + 1):
+def batches_ahead(staleness: int, ended: list[int], in_order: bool = False) -> list[float]:
+    """Batches sampled for later steps once each step has its own. ended: those that end during each update."""
+    schedule, found = Schedule(2, staleness, 999, in_order=in_order), list[float]()
+    for step, count in enumerate(ended, 1):
         schedule.begin(step)
         schedule.start()
         while not schedule.take():
-            schedule.end(min(schedule.running), step, kept=True)
+            schedule.end(min(schedule.running), min(schedule.running.values()), kept=True)
         schedule.start()
-        for number in [] if step in busy else [*schedule.running]:
-            schedule.end(number, step, kept=True)
-        found.append(schedule.ahead)
+        found.append((len(schedule.running) + len(schedule.ready)) / 2)
+        for number in sorted(schedule.running)[: 2 * count]:
+            schedule.end(number, schedule.running[number], kept=True)
     return found
 
 
-def test_a_stream_runs_ahead_as_far_as_steps_would_wait_otherwise() -> None:
-    assert aheads(3, 20, range(0)) == [1] * 20, "each step finds a batch ready"
-    assert aheads(3, 6, range(99)) == [1, 2, 3, 3, 3, 3], "none does"
-    assert aheads(1, 6, range(99)) == [1] * 6
-    assert aheads(3, 20, range(1, 4)) == [1, 2, 3, 3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+def test_a_stream_runs_no_further_ahead_than_keeps_steps_from_waiting() -> None:
+    assert batches_ahead(3, [9] * 20) == [1] * 20, "each step finds a batch ready"
+    assert batches_ahead(3, [0] * 6) == [1, 2, 3, 3, 3, 3], "none does"
+    assert batches_ahead(1, [0] * 6) == [1] * 6
+    assert batches_ahead(3, [0, 0, 0, *[9] * 12])[2:] == [3, 3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1]
+    assert batches_ahead(3, [0, *[1] * 20]) == [1, *[2] * 20], "one ready batch is enough, and not too many"
+    assert batches_ahead(3, [0, *[2, 0] * 10]) == [1, *[2] * 20], "two now and then are not too many"
+    assert batches_ahead(3, [9] * 6, in_order=True) == [3] * 6, "whatever has ended"
 
 
 @pytest.mark.parametrize(("kept", "rounds"), [(1.0, 1), (0.4, 99), (0.5, 1), (0.1, 2), (0.0, 2)])

@@ -100,8 +100,9 @@ def streaming(
     rollout = SimpleNamespace(max_staleness=staleness, in_flight=in_flight)
     in_order = order == "request" or not in_flight
     made = collector_of(sampler, *overrides, prompts=2, max_staleness=staleness, steps=steps, in_order=in_order)
-    made.schedule.ahead = staleness  # as after steps that had to wait
     stream = RolloutStream(made, Alone(), rollout, done, saved or RolloutState(0))  # type: ignore[arg-type]
+    if saved is None:
+        made.schedule.ahead = staleness  # as after steps that had to wait
     try:
         yield stream
     finally:
@@ -333,6 +334,7 @@ def test_a_checkpoint_has_what_has_ended_and_asks_again_for_the_rest(tmp_path: P
     assert repr(loaded) == repr(trained)
     again = ScriptedStream(at_once=True)
     with streaming(again, staleness=2, done=1, saved=loaded, order="request") as stream:
+        assert stream.schedule.ahead == 2, "as far ahead as when it was saved"
         batches = [stream.batch(step, never) for step in (2, 3)]
     assert sorted(uid for batch in batches for uid in uids(batch)) == [1, 3, 4, 5]
 
