@@ -69,7 +69,7 @@ class Schedule:
         self.spare_steps = self.spare_steps + 1 if batches > 1 else 0
         if self.in_order:
             self.ahead = self.max_staleness
-        elif not batches and self.draws:  # a run's first step finds nothing
+        elif not batches:
             self.ahead = min(self.ahead + 1, self.max_staleness)
         elif self.spare_steps > self.max_staleness:
             self.ahead, self.spare_steps = self.ahead - 1, 0

@@ -120,12 +120,12 @@ def batches_ahead(staleness: int, ended: list[int], in_order: bool = False) -> l
 
 
 def test_a_stream_runs_no_further_ahead_than_keeps_steps_from_waiting() -> None:
-    assert batches_ahead(3, [9] * 20) == [1] * 20, "each step finds a batch ready"
-    assert batches_ahead(3, [0] * 6) == [1, 2, 3, 3, 3, 3], "none does"
+    assert batches_ahead(3, [9] * 20) == [*[2] * 4, *[1] * 16], "each step finds more than one batch ready"
+    assert batches_ahead(4, [0] * 6) == [2, 3, 4, 4, 4, 4], "none finds one"
     assert batches_ahead(1, [0] * 6) == [1] * 6
-    assert batches_ahead(3, [0, 0, 0, *[9] * 12])[2:] == [3, 3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1]
-    assert batches_ahead(3, [0, *[1] * 20]) == [1, *[2] * 20], "one ready batch is enough, and not too many"
-    assert batches_ahead(3, [0, *[2, 0] * 10]) == [1, *[2] * 20], "two now and then are not too many"
+    assert batches_ahead(3, [0, 0, 0, *[9] * 12]) == [2, *[3] * 6, *[2] * 4, *[1] * 4]
+    assert batches_ahead(5, [0, *[1] * 20]) == [2, *[3] * 20], "one ready batch is enough, and not too many"
+    assert batches_ahead(5, [0, *[2, 0] * 10]) == [2, *[3] * 20], "two now and then are not too many"
     assert batches_ahead(3, [9] * 6, in_order=True) == [3] * 6, "whatever has ended"
 
 

@@ -102,7 +102,7 @@ def streaming(
     made = collector_of(sampler, *overrides, prompts=2, max_staleness=staleness, steps=steps, in_order=in_order)
     stream = RolloutStream(made, Alone(), rollout, done, saved or RolloutState(0))  # type: ignore[arg-type]
     if saved is None:
-        made.schedule.ahead = staleness  # as after steps that had to wait
+        made.schedule.ahead = staleness  # as after steps that found no batch ready
     try:
         yield stream
     finally:
